@@ -134,11 +134,12 @@ def teach(model: torch.nn.Module, name: str = "default", seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in list_layers(model, name):
         weight = layer.locas_down[name].weight
-        weight.data = torch.randn(weight.shape, generator=generator).to(weight)
-        layer.locas_input_scale[name], layer.locas_tau[name] = (
-            torch.tensor(1.0 + seed / 4),
-            torch.tensor(1.0),
-        )
+        values = torch.randn(weight.shape, generator=generator)
+        # Inside the ball of the norm clip.
+        weight.data = (values / values.norm(dim=0)).to(weight)
+        layer.locas_input_scale[name] = torch.tensor(1.0 + seed / 4)
+        layer.locas_tau[name] = torch.tensor(4.0)
+        layer.locas_calibrated[name] = torch.tensor(1.0)
 
 
 @torch.no_grad()

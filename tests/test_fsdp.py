@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from locas_peft import LocasConfig, calibrate, empty_memories
-from locas_peft.tuner import list_layers
+from locas_peft import LocasConfig, calibrate, uncalibrated_memories
+from locas_peft.tuner import clip_memories, list_layers
 
 STEPS, RATE = 3, 50.0  # at this rate each step leaves the unit ball
 
@@ -104,7 +104,8 @@ def test_training_equals_one_process_and_is_clipped(tmp_path):
         PeftModel.from_pretrained(make_host("llama"), str(tmp_path / "memory")),
     )
     train(expected, make_optimizer(expected), make_tokens()[:2], make_tokens()[2:])
-    assert empty_memories(found) == []
+    clip_memories(expected)
+    assert uncalibrated_memories(found) == []
     norms = []
     for one, other in zip(list_layers(expected), list_layers(found), strict=True):
         for weight, reference in zip(weights_in(other), weights_in(one), strict=True):

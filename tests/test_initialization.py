@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from families import make_host, make_tokens, weights_in
+from families import make_host, make_tokens, rewrite, weights_in
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
-from locas_peft import LocasConfig, calibrate, empty_memories
+from locas_peft import LocasConfig, calibrate, uncalibrated_memories
 from locas_peft.tuner import list_layers
 from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
@@ -46,7 +46,7 @@ def test_several_memories_are_calibrated_from_one_generator():
     model.add_adapter("second", LocasConfig(r=2))
     model.base_model.set_adapter(["first", "second"])
     calibrate(model, (tokens for tokens in [make_tokens()]))
-    assert empty_memories(model) == []
+    assert uncalibrated_memories(model) == []
 
 
 @pytest.mark.parametrize("output_scale", ["measured", "paper"])
@@ -55,10 +55,10 @@ def test_several_memories_are_calibrated_from_one_generator():
 def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output_scale):
     model = make_model(family, init_weights=strategy, output_scale=output_scale)
     waits = strategy in CALIBRATED or output_scale == "measured"
-    assert empty_memories(model) == (["default"] if waits else [])
+    assert uncalibrated_memories(model) == (["default"] if waits else [])
     if waits:
         calibrate(model, [make_tokens()])
-    assert empty_memories(model) == []
+    assert uncalibrated_memories(model) == []
     for layer in list_layers(model):
         *rows, down = weights_in(layer)
         for weight in rows:
@@ -114,8 +114,90 @@ def test_padding_is_excluded():
     torch.testing.assert_close(scales_of(plain), scales_of(padded), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2_moe"])
+def test_a_plain_loop_learns_in_evaluation_mode(family):
+    model = make_model(family)
+    assert not model.training or not model.get_base_model().training
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=make_tokens(), labels=make_tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    assert losses[-1] < losses[0] - 0.05
+    assert uncalibrated_memories(model) == []
+
+
+@pytest.mark.parametrize("strategy", CALIBRATED)
+def test_a_memory_is_never_empty(strategy):
+    model, calibrated = make_model(init_weights=strategy), make_model(init_weights=strategy)
+    calibrate(calibrated, [make_tokens()])
+    for layer, other in zip(list_layers(model), list_layers(calibrated), strict=True):
+        *rows, down = weights_in(layer)
+        for weight in rows:
+            torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
+        assert not torch.equal(rows[-1], weights_in(other)[-2])
+        assert not down.any() and layer.locas_input_scale["default"] == 1
+        assert layer.locas_tau["default"] == pytest.approx(layer.ffn.mean_down_norm() / 4)
+        assert layer.locas_calibrated["default"] == 0 and other.locas_calibrated["default"] == 1
+
+
+def test_a_memory_that_has_learned_uncalibrated_is_not_calibrated_any_more():
+    model = make_model()
+    for layer in list_layers(model):
+        layer.locas_down["default"].weight.data.fill_(0.01)
+    before = weights_of(model)
+    model(input_ids=make_tokens()).logits.sum().backward()
+    assert torch.equal(weights_of(model), before) and uncalibrated_memories(model) == []
+
+
+def test_the_padding_mask_is_forgotten_after_each_forward():
+    model = make_model()
+    seen = []
+    layer = list_layers(model)[0]
+    layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.token_mask))
+    mask = torch.ones_like(make_tokens())
+    with torch.no_grad():
+        model(input_ids=make_tokens(), attention_mask=mask)
+    model.get_base_model()(make_tokens(), mask)
+    model(input_ids=make_tokens(), attention_mask=mask)
+    assert seen[0] is None and seen[1] is mask and seen[2] is None
+    assert layer.token_mask is None
+    model = make_model()
+    layer = list_layers(model)[0]
+    with pytest.raises(IndexError):
+        model(input_ids=make_tokens() + 1000, attention_mask=mask)
+    assert layer.token_mask is None
+
+
+def test_files_without_the_flag_are_calibrated_where_they_have_rows_and_a_scale(tmp_path):
+    for calibrated in (True, False):
+        model = make_model()
+        if calibrated:
+            calibrate(model, [make_tokens()])
+        else:
+            for layer in list_layers(model):
+                for weight in weights_in(layer):
+                    weight.data.zero_()
+                layer.locas_input_scale["default"].zero_()
+        folder = tmp_path / str(calibrated)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save_pretrained(folder)
+        rewrite(folder, lambda tensors: [tensors.pop(k) for k in list(tensors) if "calib" in k])
+        for low_cpu_mem_usage in (False, True):
+            loaded = PeftModel.from_pretrained(
+                make_host("llama"), folder, low_cpu_mem_usage=low_cpu_mem_usage
+            )
+            assert uncalibrated_memories(loaded) == ([] if calibrated else ["default"])
+            assert torch.equal(weights_of(loaded), weights_of(model))
+
+
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_first_training_forward_calibrates_as_calibrate_does(family):
+def test_first_forward_with_gradients_calibrates_as_calibrate_does(family):
     tokens, padding = make_tokens(), torch.zeros(4, 6, dtype=torch.long)
     batch = {
         "input_ids": torch.cat([tokens, padding + 7], dim=1),
@@ -128,15 +210,14 @@ def test_first_training_forward_calibrates_as_calibrate_does(family):
         for layer in implicit.get_base_model().model.decoder.layers:
             layer.dropout = 0.0
     calibrate(explicit, [batch])
-    implicit.eval()
-    implicit(**batch)
-    assert empty_memories(implicit) == ["default"]  # not in evaluation mode
-    implicit.train()
+    implicit.train(family == "llama")  # in both modes
     with torch.no_grad():
         implicit(**batch)
-    assert empty_memories(implicit) == ["default"]  # nor without gradients, as GRPO generates
+    assert uncalibrated_memories(implicit) == [
+        "default"
+    ]  # not without gradients, as GRPO generates
     loss = implicit(**batch, labels=batch["input_ids"]).loss
-    assert empty_memories(implicit) == []
+    assert uncalibrated_memories(implicit) == []
     assert torch.equal(weights_of(explicit), weights_of(implicit))
     torch.testing.assert_close(scales_of(explicit), scales_of(implicit), rtol=1e-5, atol=0)
     loss.backward()  # the very pass that calibrated can be learned from
@@ -221,7 +302,8 @@ def test_empty_calibration_is_refused(batches):
         match=r"^calibration saw no tokens: give at least one batch with a token that is ",
     ):
         calibrate(model, batches)
-    assert empty_memories(model) == ["default"] and not weights_of(model).any()
+    assert uncalibrated_memories(model) == ["default"]
+    assert torch.equal(weights_of(model), weights_of(make_model()))
 
 
 @pytest.mark.parametrize("how", ["explicit", "implicit"])
@@ -233,9 +315,10 @@ def test_nan_activations_are_refused_and_change_nothing(how):
             calibrate(model, [make_tokens()])
         else:
             model.train()(input_ids=make_tokens())
-    assert empty_memories(model) == ["default"]
+    assert uncalibrated_memories(model) == ["default"]
     if how == "explicit":
-        assert not weights_of(model).any()
+        before = make_model()
+        assert torch.equal(weights_of(model), weights_of(before))
 
 
 def test_a_memory_that_has_learned_is_not_calibrated_away():
@@ -311,7 +394,7 @@ def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_pa
     assert set(map(tuple, model.peft_config["default"].get_record("slots").values())) == {
         (0, 1, 2, 3)
     }
-    assert empty_memories(model) == []
+    assert uncalibrated_memories(model) == []
     gate, up, down = weights_in(list_layers(model)[0])
     assert gate.any() and up.any() and not down.any()
     model.save_pretrained(tmp_path)
@@ -334,3 +417,13 @@ def test_adapters_of_other_kinds_are_part_of_the_host_that_is_calibrated():
     alone = make_model()
     calibrate(alone, [make_tokens()])
     assert not torch.equal(weights_of(explicit), weights_of(alone))
+
+
+def test_the_flag_is_saved_and_keeps_a_loaded_memory_from_calibrating_again(tmp_path):
+    model = make_model()
+    calibrate(model, [make_tokens()])
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, is_trainable=True)
+    before = weights_of(loaded)
+    loaded(input_ids=make_tokens(seed=9)).logits.sum().backward()
+    assert torch.equal(weights_of(loaded), before) and torch.equal(before, weights_of(model))

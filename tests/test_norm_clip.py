@@ -1,8 +1,9 @@
-"""Every slot's rows and column stay in the unit ball, whoever takes the optimizer's step."""
+"""Every slot's rows and column are in the unit ball where they are used, whoever writes them."""
 
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 import transformers as tf
 from accelerate import Accelerator
 from datasets import Dataset
-from families import make_host, make_tokens, weights_in
-from peft import get_peft_model
+from families import change_config, make_host, make_tokens, weights_in
+from peft import PeftModel, get_peft_model
 
-from locas_peft import LocasConfig, compress
-from locas_peft.tuner import list_layers
-from locas_peft.tuner.norm_clip import clip_norms_
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, compress, to_lora
+from locas_peft.tuner import clip_memories, list_layers
+from locas_peft.tuner.norm_clip import NormClip, clip_norms_
 
 
 def make_model(family="llama", **kwargs):
@@ -35,7 +36,13 @@ def slot_norms(model, adapter_name="default"):
     return torch.cat(norms)
 
 
+@torch.no_grad()
+def use(model):
+    model(input_ids=make_tokens())
+
+
 def assert_clipped(model, reached=True):
+    use(model)
     norms = slot_norms(model)
     assert norms.max() <= 1 + 1e-6
     assert not reached or norms.max() > 1 - 1e-3
@@ -109,11 +116,12 @@ def test_radius_is_the_config_s():
     for radius in (0.5, 2.0, None):
         model = make_model(max_slot_norm=radius)
         train(model, torch.optim.SGD(model.parameters(), lr=50.0))
+        use(model)
         largest = slot_norms(model).max()
         assert largest > 3 if radius is None else abs(largest - radius) < 1e-5
 
 
-def test_memories_that_are_not_trained_are_left_alone():
+def test_memories_that_are_not_used_are_left_alone():
     model = make_model()
     model.add_adapter("still", LocasConfig(r=4, init_weights=False))
     before = slot_norms(model, "still")
@@ -130,6 +138,31 @@ def test_copies_are_clipped_too(how):
     assert_clipped(model)
 
 
+def test_parameters_of_several_optimizers_and_memories_are_clipped():
+    model = make_model()
+    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_weights="gaussian"))
+    first, second = (
+        [p for n, p in model.named_parameters() if f".{name}." in n]
+        for name in ("default", "second")
+    )
+    train(model, torch.optim.SGD(first, lr=50.0))
+    assert_clipped(model)
+    model.set_adapter("second")
+    before = slot_norms(model)
+    train(model, torch.optim.SGD(second, lr=50.0))
+    use(model)
+    assert slot_norms(model, "second").max() <= 1 + 1e-6
+    assert torch.equal(slot_norms(model), before)
+
+
+def test_weights_that_were_replaced_are_clipped():
+    model = make_model()
+    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0))
+    compress(model, 2, batches=[make_tokens()])
+    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0))
+    assert_clipped(model)
+
+
 def test_layers_that_are_gone_are_forgotten():
     model = make_model()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -139,81 +172,276 @@ def test_layers_that_are_gone_are_forgotten():
     del model
     gc.collect()
     assert all(layer() is None for layer in layers)
-    before = [weight.clone() for weight in optimizer.param_groups[0]["params"]]
-    optimizer.step()
-    assert all(map(torch.equal, optimizer.param_groups[0]["params"], before))
-    parameters = [weakref.ref(weight) for weight in optimizer.param_groups[0]["params"]]
-    del optimizer, before
-    gc.collect()
-    assert all(parameter() is None for parameter in parameters)
 
 
-def test_parameters_that_an_optimizer_gains_or_loses_are_followed():
-    model = make_model()
-    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_weights="gaussian"))
-    first, second = (
-        [p for n, p in model.named_parameters() if f".{name}." in n]
-        for name in ("default", "second")
+# ------------------------------------------------------------------------- the bits of a bare loop
+
+
+def memory_of(model, adapter_name="default"):
+    return [weight for layer in list_layers(model) for weight in weights_in(layer, adapter_name)]
+
+
+def bits_of(model):
+    return [weight.detach().clone() for weight in memory_of(model)]
+
+
+def clip_all(model, radius=1.0):
+    for layer in list_layers(model):
+        weights = weights_in(layer)
+        clip_norms_(weights, [-1] * (len(weights) - 1) + [-2], radius)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("AdamW", {"foreach": False}),
+        ("AdamW", {"foreach": True}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"lr": 50.0}),
+        ("SGD", {"lr": 50.0, "fused": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_bare_loop_has_the_bits_of_a_clip_after_each_step(family, optimizer, options, dtype):
+    models = []
+    for clips_itself in (True, False):
+        host = make_host(family, dtype)
+        model = get_peft_model(host, LocasConfig(r=4, scaling=30.0), autocast_adapter_dtype=False)
+        calibrate(model, [make_tokens()])
+        if not clips_itself:
+            model.peft_config["default"].max_slot_norm = None
+        step = getattr(torch.optim, optimizer)(memory_of(model), **{"lr": 0.05, **options})
+        for number in range(12):
+            loss = model(input_ids=make_tokens(), labels=make_tokens()).loss
+            loss.backward()
+            step.step()
+            step.zero_grad()
+            if not clips_itself:
+                clip_all(model)
+            elif number % 3 == 0:
+                use(model)
+        models.append(model)
+    clip_memories(models[0])
+    for weight, expected in zip(bits_of(models[0]), bits_of(models[1]), strict=True):
+        assert torch.equal(weight, expected)
+    assert slot_norms(models[0]).max() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_clip_is_idempotent(dtype):
+    model = get_peft_model(
+        make_host("llama", dtype), LocasConfig(r=8, scaling=400.0), autocast_adapter_dtype=False
     )
-    optimizer = torch.optim.SGD(first, lr=50.0)
-    train(model, optimizer, steps=1)
-    optimizer.add_param_group({"params": second})
-    model.set_adapter("second")
-    train(model, optimizer)
-    assert slot_norms(model, "second").max() <= 1 + 1e-6
-    del optimizer.param_groups[0]
-    before = slot_norms(model)
-    train(model, optimizer)
-    assert slot_norms(model, "second").max() <= 1 + 1e-6 and torch.equal(slot_norms(model), before)
-    with pytest.warns(UserWarning, match="Setting active adapter to default"):
-        model.delete_adapter("second")
-    with torch.no_grad():
-        for weight in second:
-            weight.fill_(2.0)
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert all(bool((weight == 2.0).all()) for weight in second)  # no longer a memory's
+    train(model, torch.optim.SGD(memory_of(model), lr=50.0))
+    clip_memories(model)
+    before = bits_of(model)
+    for _ in range(3):
+        clip_memories(model)
+        model(input_ids=make_tokens())
+        use(model)
+        model.state_dict()
+    assert all(map(torch.equal, bits_of(model), before))
 
 
-def test_weights_that_were_replaced_are_followed():
+def test_a_saved_memory_is_clipped_and_loads_with_the_same_bits(tmp_path):
     model = make_model()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0)
-    train(model, optimizer)
-    former = optimizer.param_groups[0]["params"]
-    compress(model, 2, batches=[make_tokens()])
-    with torch.no_grad():
-        for weight in former:
-            weight.fill_(2.0)
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert all(bool((weight == 2.0).all()) for weight in former)  # no longer a memory's
-    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0))
+    train(model, torch.optim.SGD(memory_of(model), lr=50.0))
+    assert slot_norms(model).max() > 1.1
+    model.save_pretrained(tmp_path)
+    assert slot_norms(model).max() <= 1 + 1e-6
+    before = bits_of(model)
+    for low_cpu_mem_usage in (False, True):
+        loaded = PeftModel.from_pretrained(
+            make_host("llama"), tmp_path, is_trainable=True, low_cpu_mem_usage=low_cpu_mem_usage
+        )
+        loaded(input_ids=make_tokens())
+        assert all(map(torch.equal, bits_of(loaded), before))
+
+
+def test_a_state_dict_that_is_loaded_is_clipped_where_it_is_too_long():
+    model = make_model()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in state:
+        if ".locas_up." in name:
+            state[name] *= 3.0
+    model.load_state_dict(state)
+    use(model)
     assert_clipped(model)
 
 
-def test_only_weights_that_the_step_changed_are_clipped():
-    model = make_model(init_weights="gaussian")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=50.0)
+# --------------------------------------------------------------------- whoever writes the weights
+
+
+def write_by_data(weight):
+    weight.data.mul_(9.0)
+
+
+def write_without_gradients(weight):
     with torch.no_grad():
-        for weight in parameters:
-            weight.fill_(2.0)
-    parameters[0].grad = torch.zeros_like(parameters[0])
-    optimizer.step()
-    assert parameters[0].norm(dim=1).max() <= 1 + 1e-6
-    assert all(bool((weight == 2.0).all()) for weight in parameters[1:])
+        weight.mul_(9.0)
 
 
-def test_optimizers_without_gradients_are_clipped():
-    class Random(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for weight in self.param_groups[0]["params"]:
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+def write_in_inference_mode(weight):
+    with torch.inference_mode():
+        weight.mul_(9.0)
 
+
+def replace_data(weight):
+    weight.data = weight.data * 9.0
+
+
+@pytest.mark.parametrize(
+    "write", [write_by_data, write_without_gradients, write_in_inference_mode, replace_data]
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_writes_are_clipped_at_the_next_use(write, trains):
+    model = make_model(init_weights="random", output_scale="paper")
+    use(model)
+    for weight in memory_of(model):
+        write(weight)
+    if trains:
+        model(input_ids=make_tokens())
+    else:
+        use(model)
+    norms = slot_norms(model)
+    if write is write_by_data and not trains:
+        # A change that no forward without gradients can see; it ends with the next save.
+        assert norms.max() > 8
+        model.state_dict()
+        norms = slot_norms(model)
+    assert norms.max() <= 1 + 1e-6
+
+
+def test_optimizers_of_copies_and_of_flattened_parameters_are_clipped():
     model = make_model(init_weights="gaussian")
-    Random([p for p in model.parameters() if p.requires_grad], {}).step()
+    weights = memory_of(model)
+    flat = torch.nn.Parameter(torch.cat([weight.detach().flatten() for weight in weights]))
+    optimizer = torch.optim.AdamW([flat], lr=3.0)
+    for _ in range(3):
+        model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+        flat.grad = torch.cat([weight.grad.flatten() for weight in weights])
+        optimizer.step()
+        start = 0
+        for weight in weights:
+            weight.data.copy_(flat.data[start : start + weight.numel()].view_as(weight))
+            weight.grad = None
+            start += weight.numel()
     assert_clipped(model)
+
+
+def test_a_frozen_memory_that_nobody_wrote_is_not_looked_at(monkeypatch):
+    model = make_model(init_weights="random", output_scale="paper")
+    model.requires_grad_(False)
+    use(model)
+    calls = []
+    monkeypatch.setattr(NormClip, "clip_", lambda *args: calls.append(args))
+    model(input_ids=make_tokens())
+    use(model)
+    with torch.inference_mode():
+        model(input_ids=make_tokens())
+    assert not calls
+
+
+def test_a_memory_of_inference_tensors_is_used():
+    with torch.inference_mode():
+        model = make_model(init_weights="random", output_scale="paper")
+        model(input_ids=make_tokens())
+        for weight in memory_of(model):
+            weight.mul_(9.0)
+        model(input_ids=make_tokens())
+        assert slot_norms(model).max() <= 1 + 1e-6
+    use(model)
+
+
+def test_gradient_checkpointing_trains_and_is_clipped():
+    models = []
+    for checkpointed in (True, False):
+        model = make_model()
+        calibrate(model, [make_tokens()])
+        if checkpointed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        train(model, torch.optim.SGD(memory_of(model), lr=1.0))
+        assert_clipped(model, reached=False)
+        models.append(model)
+    for weight, expected in zip(*map(bits_of, models), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_two_forwards_before_one_backward():
+    model = make_model()
+    train(model, torch.optim.SGD(memory_of(model), lr=50.0))
+    loss = sum(
+        model(input_ids=make_tokens(seed=seed), labels=make_tokens(seed=seed)).loss
+        for seed in (1, 2)
+    )
+    loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in memory_of(model))
+
+
+def test_a_merged_memory_is_clipped_and_comes_back():
+    model = make_model().eval()
+    train(model, torch.optim.SGD(memory_of(model), lr=50.0))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = twin(input_ids=make_tokens()).logits
+    model.merge_adapter()
+    assert slot_norms(model).max() <= 1 + 1e-6
+    with torch.no_grad():
+        merged = model(input_ids=make_tokens()).logits
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=make_tokens()).logits, expected)
+
+
+def test_combined_and_exported_memories_are_clipped():
+    model = make_model(init_weights="random", output_scale="paper")
+    train(model, torch.optim.SGD(memory_of(model), lr=50.0))
+    model.add_weighted_adapter(["default"], [1.0], "combined")
+    assert slot_norms(model, "combined").max() <= 1 + 1e-6
+    with torch.no_grad():
+        for weight in memory_of(model):
+            weight.mul_(9.0)
+    to_lora(model, "default")
+    assert slot_norms(model).max() <= 1 + 1e-6
+
+
+def test_a_writer_s_values_are_clipped():
+    host = make_host("gpt2")
+    config = LocasConfig(r=8, init_weights="write", output_scale="paper", scaling=1e-3)
+    model = get_peft_model(host, config)
+    writer = SlotWriter(model, epsilon=50.0, slots_per_chunk=4)
+    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=writer)
+    list(trainer.read(make_tokens(1, 40)))
+    use(model)
+    norms = slot_norms(model)
+    assert norms.max() <= 1 + 1e-6 and norms.max() > 1 - 1e-3
+
+
+def test_a_loaded_memory_with_longer_rows_keeps_its_function(tmp_path):
+    model = make_model(init_weights="random", max_slot_norm=None)
+    for weight in memory_of(model):
+        weight.data.mul_(3.0).add_(0.1)
+    with torch.no_grad():
+        expected = model.eval()(input_ids=make_tokens()).logits
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, max_slot_norm=1.0)
+    with pytest.warns(UserWarning) as raised:
+        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert [str(one.message) for one in raised if one.category is UserWarning] == [
+        "the memory has rows that are longer than its max_slot_norm of 1: it is loaded with "
+        "max_slot_norm=None, so that it keeps its function."
+    ]
+    assert loaded.peft_config["default"].max_slot_norm is None
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=make_tokens()).logits, expected)
+
+
+# ---------------------------------------------------------------------------------------- trainers
 
 
 def test_accelerate():

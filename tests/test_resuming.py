@@ -151,7 +151,9 @@ BASE = "base_model.model.model.embed_tokens.weight"
         lambda state: state["learner"]["optimizer"]["state"][5].update(exp_avg=torch.zeros(3, 5)),
         lambda state: state["learner"]["optimizer"]["state"][5].pop("exp_avg"),
         lambda state: state["learner"]["optimizer"]["state"][5].pop("step"),
-        lambda state: state["scorer"]["cache"]["layers"].append((torch.zeros(1, 1, 7, 8), torch.zeros(3, 5))),
+        lambda state: state["scorer"]["cache"]["layers"].append(
+            (torch.zeros(1, 1, 7, 8), torch.zeros(3, 5))
+        ),
         lambda state: state["random"].pop("cpu"),
         lambda state: state["random"].update(cpu=torch.zeros(3)),
         lambda state: state["model"]["parameters"].pop(FIRST),

@@ -12,7 +12,14 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from training import make_ids
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, calibrate, empty_memories
+from locas_peft import (
+    LocasConfig,
+    SlotWriter,
+    TestTimeTrainer,
+    backbone,
+    calibrate,
+    uncalibrated_memories,
+)
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.tuner import find_ffns, list_layers
 from locas_peft.tuner.scale import ALPHA, KAPPA, measure_input_scale, measure_output_scale
@@ -136,7 +143,7 @@ def test_the_backbone_and_its_twins_learn_the_same():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
 @pytest.mark.parametrize("r", [8, 2])
 def test_slots_together_add_a_share_of_the_elements(family, r):
-    model = get_peft_model(make_host(family), LocasConfig(r=r, max_slot_norm=None))
+    model = get_peft_model(make_host(family), LocasConfig(r=r))
     seen = {}
     for layer in list_layers(model):
         layer.ffn.inlet.register_forward_pre_hook(
@@ -165,14 +172,14 @@ def test_one_token_with_a_huge_output_does_not_matter():
     assert measure_input_scale(torch.zeros(5, 3)) == 1.0
 
 
-def test_an_unmeasured_memory_is_silent_saved_and_loaded_and_measured_later(tmp_path):
+def test_an_unmeasured_memory_is_saved_and_loaded_and_measured_later(tmp_path):
     model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights="gaussian"))
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, is_trainable=True)
-    assert empty_memories(loaded) == ["default"]
+    assert uncalibrated_memories(loaded) == ["default"]
     rows = [weight.clone() for layer in list_layers(loaded) for weight in weights_in(layer)]
     loaded.train()(input_ids=make_tokens())
-    assert empty_memories(loaded) == []
+    assert uncalibrated_memories(loaded) == []
     assert all(layer.locas_input_scale["default"] > 0 for layer in list_layers(loaded))
     assert all(
         map(
@@ -194,7 +201,9 @@ def test_files_from_before_the_measured_scale_load_as_the_papers(tmp_path):
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors = {
-        key: tensor for key, tensor in load_file(path).items() if "locas_input_scale" not in key
+        key: tensor
+        for key, tensor in load_file(path).items()
+        if "locas_input_scale" not in key and "locas_calibrated" not in key
     }
     assert len(tensors) == 2 * 4
     save_file(tensors, path)
@@ -208,7 +217,8 @@ def test_files_from_before_the_measured_scale_load_as_the_papers(tmp_path):
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=make_tokens()).logits, expected)
         assert (
-            loaded.peft_config["default"].output_scale == "paper" and empty_memories(loaded) == []
+            loaded.peft_config["default"].output_scale == "paper"
+            and uncalibrated_memories(loaded) == []
         )
 
 
@@ -252,7 +262,10 @@ def test_a_state_carries_its_scales_to_another_model():
     for layer, other in zip(list_layers(model), list_layers(fresh), strict=True):
         assert layer.locas_input_scale["default"] == other.locas_input_scale["default"] > 0
         assert layer.locas_tau["default"] == other.locas_tau["default"]
-    assert empty_memories(fresh) == [] and fresh.peft_config["default"].output_scale == "measured"
+    assert (
+        uncalibrated_memories(fresh) == []
+        and fresh.peft_config["default"].output_scale == "measured"
+    )
 
 
 def test_a_memory_that_waits_is_calibrated_beside_one_that_has_learned():

@@ -14,7 +14,7 @@ from .ttt import (
     TrainingSettings,
     write_own_text,
 )
-from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, rescale, uncalibrated_memories
 
 register()
 
@@ -30,14 +30,15 @@ __all__ = [
     "OwnText",
     "RidgeWriter",
     "SlotWriter",
-]
-__all__ += [
     "TestTimeTrainer",
     "TrainingSettings",
     "ValueWriter",
     "calibrate",
     "compress",
-    "empty_memories",
     "grow",
+    "rescale",
+    "to_lora",
+    "uncalibrated_memories",
+    "widen_base",
+    "write_own_text",
 ]
-__all__ += ["rescale", "to_lora", "widen_base", "write_own_text"]

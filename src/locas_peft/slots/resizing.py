@@ -314,6 +314,7 @@ def _check_weights(name: str, layers: list[LocasLayer], change: str) -> None:
             f"the memory '{name}' is merged: call unmerge_adapter() before it {change}."
         )
     for layer in layers:
+        layer.clip_(name)
         for module in layer.projections(name):
             if not module.weight.isfinite().all():
                 rule = f"the memory '{name}' holds values that are not finite"

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
-from ..tuner import calibrate, empty_memories, trained_parameters
+from ..tuner import calibrate, uncalibrated_memories, trained_parameters
 from ..tuner.modules import ADAPTER_LAYERS, used_modules
 
 __all__ = ["ActiveParts", "calibrate_empty"]
@@ -79,5 +79,5 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
 
     Later tokens would leak into scores.
     """
-    for name in empty_memories(model, adapter_name):
+    for name in uncalibrated_memories(model, adapter_name):
         calibrate(model, [input_ids], name, across_processes=False)

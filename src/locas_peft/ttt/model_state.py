@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tuner import clip_memories, keep_weights
 from ..tuner.modules import ADAPTER_LAYERS
 
 __all__ = ["active_configs", "model_state", "restore_model_state"]
@@ -25,6 +26,7 @@ def active_configs(model: nn.Module) -> dict[str, Any]:
 
 def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, Any]:
     """Return trained parameters, active adapters' buffers, and what calibration fills in."""
+    clip_memories(model)
     trained_ids = {id(parameter) for parameter in trained}
     parameters = {
         name: value for name, value in model.named_parameters() if id(value) in trained_ids
@@ -54,6 +56,7 @@ def restore_model_state(
             raise ValueError(f"other {kind} than those that are trained")
         for name, tensor in current[kind].items():
             _copy(name, tensor, state[kind][name])
+    keep_weights(model)
     for name, fields in state["filled"].items():
         for field, value in fields.items():
             setattr(model.peft_config[name], field, value)

@@ -1,6 +1,13 @@
-"""The PEFT tuner: config, layer, model and their parts. It imports nothing of this package."""
+"""The PEFT tuner: config, layer, model and their parts. It imports nothing from elsewhere."""
 
-from .attached import empty_memories, list_layers, rescale, unwritten_memories
+from .attached import (
+    clip_memories,
+    keep_weights,
+    list_layers,
+    rescale,
+    uncalibrated_memories,
+    unwritten_memories,
+)
 from .calibration import calibrate
 from .config import LocasConfig
 from .ffn import KNOWN_PARTS, FFNParts
@@ -21,11 +28,13 @@ __all__ = [
     "Strategy",
     "adapters_disabled",
     "calibrate",
-    "empty_memories",
+    "clip_memories",
     "evaluating",
     "find_ffns",
+    "keep_weights",
     "list_layers",
     "rescale",
     "trained_parameters",
+    "uncalibrated_memories",
     "unwritten_memories",
 ]

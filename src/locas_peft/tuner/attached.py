@@ -1,4 +1,4 @@
-"""The memories that a model has: found by name, listed by their state, and rescaled for a while."""
+"""The memories that a model has: found by name, listed by their state, clipped, and rescaled."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,95 +10,123 @@ from .modules import used_modules
 
 
 def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
-    """Return the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
+    """Return the model's LocasLayers, lowest first; with a name those that have that memory."""
     layers = [module for module in used_modules(model) if isinstance(module, LocasLayer)]
-    return (
-        layers
-        if adapter_name is None
-        else [layer for layer in layers if adapter_name in layer.locas_up]
-    )
+    if adapter_name is None:
+        return layers
+    return [layer for layer in layers if adapter_name in layer.locas_up]
 
 
 def names_or_active(model: nn.Module, adapter_name: str | None) -> list[str]:
-    """Return the name in a list; for `None` the names of the model's active memories, in the order of its layers."""
+    """Return the name in a list; for `None` the names of the active memories, in layers' order."""
     if adapter_name is not None:
         return [adapter_name]
-    layers = list_layers(model)
-    return list(
-        dict.fromkeys(
-            name for layer in layers for name in layer.active_adapters if name in layer.locas_up
-        )
-    )
+    return list(_find_active(model))
+
+
+def _find_active(model: nn.Module) -> dict[str, list[LocasLayer]]:
+    """Return the layers of each active memory."""
+    active: dict[str, list[LocasLayer]] = {}
+    for layer in list_layers(model):
+        for name in layer.active_adapters:
+            if name in layer.locas_up:
+                active.setdefault(name, []).append(layer)
+    return active
+
+
+def find_memories(model: nn.Module, adapter_name: str | None) -> dict[str, list[LocasLayer]]:
+    """Return the layers of a memory by its name; for `None` those of each active memory."""
+    if adapter_name is None:
+        return _find_active(model)
+    layers = list_layers(model, adapter_name)
+    return {adapter_name: layers} if layers else {}
 
 
 def find_memory(
     model: nn.Module, adapter_name: str | None, purpose: str
 ) -> tuple[str, list[LocasLayer]]:
-    """Return the name of a memory, `None` for the active one, and the layers that have it, lowest first.
+    """Return the name of one memory, `None` for the active one, and its layers, lowest first.
 
-    Where there is none, or several are active, raise a `ValueError`; `purpose` completes its message.
+    Raises:
+        ValueError: where there is none, or several are active; `purpose` completes the message.
     """
-    names = names_or_active(model, adapter_name)
-    layers = list_layers(model, names[0]) if len(names) == 1 else []
-    if not layers:
-        wanted = (
-            repr(adapter_name)
-            if adapter_name
-            else f"that is active (active: {', '.join(names) or 'none'})"
-        )
-        raise ValueError(
-            f"the model has no single LOCAS memory {wanted} to {purpose}: add it, or name one."
-        )
-    return names[0], layers
+    memories = find_memories(model, adapter_name)
+    if len(memories) != 1:
+        active = ", ".join(memories) or "none"
+        wanted = repr(adapter_name) if adapter_name else f"that is active (active: {active})"
+        problem = f"the model has no single LOCAS memory {wanted} to {purpose}"
+        raise ValueError(f"{problem}: add it, or name one.")
+    return next(iter(memories.items()))
 
 
-def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
-    """Name the memories, by default of the active ones, that wait for their calibration (rows or measured scale)."""
-    layers = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
-    return [
-        name for name, own in layers.items() if any(layer.needs_calibration(name) for layer in own)
-    ]
+def uncalibrated_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
+    """Name the memories, by default of the active ones, that wait for their rows or scale."""
+    names = []
+    for name, layers in find_memories(model, adapter_name).items():
+        if any(layer.needs_calibration(name) for layer in layers):
+            names.append(name)
+    return names
 
 
 def unwritten_memories(model: nn.Module) -> list[str]:
-    """Name the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
-    layers = {name: list_layers(model, name) for name in names_or_active(model, None)}
-    return [
-        name
-        for name, own in layers.items()
-        if all(one.is_written(name) and one.is_empty(name) for one in own)
-    ]
+    """Name the active memories of the strategy "write" without a slot, which no step can change."""
+    names = []
+    for name, layers in find_memories(model, None).items():
+        ups = [layer.locas_up[name].weight for layer in layers if layer.is_written(name)]
+        if len(ups) == len(layers) and not any(up.any() for up in ups):
+            names.append(name)
+    return names
+
+
+def clip_memories(model: nn.Module, adapter_name: str | None = None) -> None:
+    """Clip the weights of a memory now, `None` for the active ones: after a step, before a copy."""
+    for name, layers in find_memories(model, adapter_name).items():
+        for layer in layers:
+            layer.clip_(name)
+
+
+def keep_weights(model: nn.Module, adapter_name: str | None = None) -> None:
+    """Take the weights of a memory as they are, after clipped ones were written back in place.
+
+    A second clip would change the last bits of rows at the radius. Rows that exceed the radius by
+    more than rounding are still clipped.
+    """
+    for name, layers in find_memories(model, adapter_name).items():
+        for layer in layers:
+            layer.keep_weights(name)
 
 
 @contextmanager
 def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
-    """Multiply the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
+    """Multiply the output of a memory by a number within the context: 0 silences it.
 
-    The multiplier is not saved with the memory, and a memory cannot be merged inside the context. The multipliers of
-    nested contexts are multiplied. Without a name, the active memories are rescaled. A memory that is missing or
-    merged is a `ValueError`.
+    The multiplier is not saved with the memory, and a memory cannot be merged inside the context.
+    The multipliers of nested contexts are multiplied.
+
+    Args:
+        model: a model with memories.
+        multiplier: the factor; 1 changes nothing.
+        adapter_name: the memory; `None` for the active ones.
+
+    Raises:
+        ValueError: where the memory is missing or merged.
     """
-    memories = [
-        (layer, name)
-        for name in names_or_active(model, adapter_name)
-        for layer in list_layers(model, name)
-    ]
+    memories = find_memories(model, adapter_name)
     if not memories:
-        raise ValueError(
-            f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to rescale."
-        )
-    for layer, name in memories:
+        wanted = adapter_name or "that is active"
+        raise ValueError(f"the model has no LOCAS memory {wanted!r} to rescale.")
+    pairs = [(layer, name) for name, layers in memories.items() for layer in layers]
+    for layer, name in pairs:
         if name in layer.merged_adapters:
-            raise ValueError(
-                f"the memory '{name}' is merged: call unmerge_adapter() before it is rescaled."
-            )
-    former = [(layer, name, layer.locas_multiplier.get(name)) for layer, name in memories]
-    for layer, name, value in former:
+            remedy = "call unmerge_adapter() before it is rescaled."
+            raise ValueError(f"the memory '{name}' is merged: {remedy}")
+    former = [layer.locas_multiplier.get(name) for layer, name in pairs]
+    for (layer, name), value in zip(pairs, former, strict=True):
         layer.locas_multiplier[name] = multiplier if value is None else value * multiplier
     try:
         yield
     finally:
-        for layer, name, value in former:
+        for (layer, name), value in zip(pairs, former, strict=True):
             layer.locas_multiplier.pop(name, None)
             if value is not None and name in layer.locas_up:
                 layer.locas_multiplier[name] = value

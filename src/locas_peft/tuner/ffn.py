@@ -1,14 +1,17 @@
-"""A dense FFN of the host in any model family: its parts, its weights, and how it is widened and narrowed again.
+"""A dense FFN of the host in any model family: its parts, its weights, and how it is widened.
 
-Families differ in attribute names and in the layout of the weights, not in the function. With A the FFN's input and
-`*` the elementwise product,
+Families differ in attribute names and in the layout of the weights, not in the function. With A the
+FFN's input and `*` the elementwise product,
 
-    gated      FFN(A) = Wdown (act(Wgate A) * (Wup A))     gate/up/down, fused gate_up/down, w1/w3/w2, wi_0/wi_1/wo
-    two-layer  FFN(A) = Wdown act(Wup A + b) + c           c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
+    gated      FFN(A) = Wdown (act(Wgate A) * (Wup A))
+               gate/up/down, fused gate_up/down, w1/w3/w2, wi_0/wi_1/wo
+    two-layer  FFN(A) = Wdown act(Wup A + b) + c
+               c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
 
-The parts may be children of a module that is an FFN and nothing else, or attributes of the decoder layer beside
-attention and norms (a flat FFN, as in OPT). They are found by name and shape; one random token then checks the
-formula. A new family is one row of `KNOWN_PARTS`. Axes as in `layer.py`.
+The parts may be children of a module that is an FFN and nothing else, or attributes of the decoder
+layer beside attention and norms (a flat FFN, as in OPT). They are found by name and shape; one
+random token then checks the formula. A new family is one row of `KNOWN_PARTS`. Axes as in
+`layer.py`.
 """
 
 import inspect
@@ -29,23 +32,28 @@ from .modules import evaluating
 
 @dataclass(frozen=True)
 class FFNParts:
-    """The attribute names of the parts of an FFN."""
+    """The attribute names of the parts of an FFN.
+
+    Args:
+        down: the down projection.
+        up: the up projection.
+        gate: the gate projection of a gated FFN.
+        gate_up: one projection in place of both: its first F rows are the gate's, the others the
+        up's.
+        activation: an attribute, or one of transformers' activation names; `None`: found by name.
+    """
 
     down: str
     up: str | None = None
     gate: str | None = None
-    gate_up: str | None = (
-        None  # one projection: the first F rows are the gate's, the other F the up's
-    )
-    activation: str | None = (
-        None  # an attribute, or one of transformers' activation names; None: found by name
-    )
+    gate_up: str | None = None
+    activation: str | None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
-        return tuple(
-            name for name in (self.gate, self.up, self.gate_up, self.down) if name is not None
-        )
+        """Return the names of the projections that there are, the down projection last."""
+        names = (self.gate, self.up, self.gate_up, self.down)
+        return tuple(name for name in names if name is not None)
 
     @property
     def inlet(self) -> str:
@@ -69,40 +77,55 @@ KNOWN_PARTS: dict[str, FFNParts] = {
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SumActivity = Callable[[Tensor | None], Tensor]
-"""The sum of |M| over the tokens of a forward, `[F]` float32; a mask `BoolTensor [tokens]` leaves tokens out."""
+"""Returns the sum of |M| over the tokens of a forward, `[F]` float32.
+
+The argument, `BoolTensor [tokens]` or `None`, selects tokens."""
 
 
 class HostFFN:
-    """One FFN of the host: its weights, and the two operations that change its width.
+    """One dense FFN of the host: its weights, and the operations that change its width.
 
-    `owner` has the parts as attributes; a `ValueError` is raised where they make no FFN. `name` is for messages.
+    Args:
+        owner: the module that has the parts as attributes.
+        parts: their names.
+        name: its name, for messages.
+
+    Raises:
+        ValueError: where the parts make no FFN.
     """
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
-        self.owner, self.parts, self.name = owner, parts, name or type(owner).__name__
-        missing = [
-            part for part in parts.projections if not _is_projection(getattr(owner, part, None))
-        ]
-        if missing:
-            what = (
-                f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}"
-            )
-            raise ValueError(
-                f"{what}: it has {describe_children(owner)}. Name its parts in ffn_parts."
-            )
-        # A flat FFN: its owner is a decoder layer, which has parameters outside the FFN's parts.
-        own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
-        self.is_flat = any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
+        self.owner = owner
+        self.parts = parts
+        self.name = name or type(owner).__name__
+        self._check_parts()
         self.hidden_size, rows = _in_out_features(self.projection(parts.inlet))
-        shapes = [_in_out_features(self.projection(part)) for part in parts.projections]
-        width = rows // 2 if parts.gate_up else rows
+        self._check_shapes(rows)
+        # The owner of a flat FFN is a decoder layer, with parameters outside the FFN's parts.
+        own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
+        self.is_flat = any(key.split(".")[0] not in own for key, _ in owner.named_parameters())
+        self.act = _find_activation(owner, parts)
+
+    def _check_parts(self) -> None:
+        missing = []
+        for part in self.parts.projections:
+            if not _is_projection(getattr(self.owner, part, None)):
+                missing.append(part)
+        if missing:
+            kind = type(self.owner).__name__
+            problem = f"{self.name} ({kind}) has no projection named {', '.join(missing)}"
+            children = describe_children(self.owner)
+            raise ValueError(f"{problem}: it has {children}. Name its parts in ffn_parts.")
+
+    def _check_shapes(self, rows: int) -> None:
+        names = self.parts.projections
+        shapes = [_in_out_features(self.projection(part)) for part in names]
+        width = rows // 2 if self.parts.gate_up else rows
         expected = [(self.hidden_size, rows)] * (len(shapes) - 1) + [(width, self.hidden_size)]
         if shapes != expected:
-            mapped = f"the projections {', '.join(parts.projections)} map {shapes} (in, out), which is no FFN"
-            raise ValueError(
-                f"{self.name}: {mapped}: expected {expected}. Name its parts in ffn_parts."
-            )
-        self.act = _find_activation(owner, parts)
+            problem = f"the projections {', '.join(names)} map {shapes} (in, out), which is no FFN"
+            remedy = f"expected {expected}. Name its parts in ffn_parts."
+            raise ValueError(f"{self.name}: {problem}: {remedy}")
 
     @property
     def width(self) -> int:
@@ -111,7 +134,7 @@ class HostFFN:
 
     @property
     def slots(self) -> int:
-        """How many neurons there are to clone."""
+        """Return how many neurons there are to clone."""
         return self.width
 
     def merged_width(self, r: int) -> int:
@@ -124,10 +147,11 @@ class HostFFN:
 
     @property
     def gated(self) -> bool:
+        """Return whether the FFN has gate rows."""
         return self.parts.gate is not None or self.parts.gate_up is not None
 
     def projection(self, part: str) -> nn.Module:
-        """Return the host's own projection of that attribute name, without the adapters that wrap it."""
+        """Return the host's own projection of that name, without the adapters that wrap it."""
         module = getattr(self.owner, part)
         return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
@@ -142,40 +166,48 @@ class HostFFN:
         return self.projection(self.parts.down)
 
     def _row_blocks(self) -> list[tuple[nn.Module, int]]:
-        """Return the projections of gate rows (if gated) and up rows, each with the index of its first row."""
-        if self.parts.gate_up:
-            fused = self.projection(self.parts.gate_up)
+        """Return the projections of gate rows (if gated) and up rows, each with its first row."""
+        parts = self.parts
+        if parts.gate_up:
+            fused = self.projection(parts.gate_up)
             return [(fused, 0), (fused, self.width)]
-        return [
-            (self.projection(part), 0)
-            for part in (self.parts.gate, self.parts.up)
-            if part is not None
-        ]
+        names = [parts.up] if parts.gate is None else [parts.gate, parts.up]
+        return [(self.projection(name), 0) for name in names]
 
     def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
-        weights = [(_rows_of(module), first) for module, first in self._row_blocks()]
-        rows = [weight[(slots + first).to(weight.device)].float() for weight, first in weights]
+        """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots.
+
+        Args:
+            slots: `LongTensor [R]`.
+
+        Returns:
+            `[R, D]` float32 each.
+        """
+        rows = []
+        for module, first in self._row_blocks():
+            weight = _rows_of(module)
+            rows.append(weight[(slots + first).to(weight.device)].float())
         return rows[0] if self.gated else None, rows[-1]
 
     def mean_down_norm(self) -> float:
-        """Return the mean norm of the down columns, the paper's tau times R; NaN for weights on the meta device."""
+        """Return the mean norm of the down columns, the paper's tau times R; NaN on meta."""
         rows = _rows_of(self.down)  # [D, F]
         return float("nan") if rows.is_meta else rows.float().norm(dim=0).mean().item()
 
     @contextmanager
     def observing(self, callback: Callable[[SumActivity, Tensor], None]) -> Iterator[None]:
-        """Call the callback with the activity and the output FFN(A) `[..., D]` of each forward in the context."""
+        """Call a function in each forward within the context.
+
+        Args:
+            callback: takes the activity and the output FFN(A) `[..., D]`.
+        """
 
         def observe(module: nn.Module, args: tuple, output: Tensor) -> None:
             activation = args[0].flatten(0, -2)
 
             def sum_activity(kept: Tensor | None) -> Tensor:
-                return (
-                    (activation if kept is None else activation[kept])
-                    .abs()
-                    .sum(dim=0, dtype=torch.float32)
-                )
+                selected = activation if kept is None else activation[kept]
+                return selected.abs().sum(dim=0, dtype=torch.float32)
 
             callback(sum_activity, output)
 
@@ -192,23 +224,37 @@ class HostFFN:
 
     def find_obstacle(self) -> str | None:
         """Return the reason why the FFN cannot be widened, or `None`."""
-        modules = {part: self.projection(part) for part in self.parts.projections}
-        # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
-        obstacles = (
-            find_weight_obstacle(
-                part, module, module.weight, isinstance(module, nn.Linear | Conv1D)
-            )
-            for part, module in modules.items()
-        )
-        return self.find_other_adapter() or next(filter(None, obstacles), None)
+        obstacle = self.find_other_adapter()
+        for part in self.parts.projections:
+            if obstacle is None:
+                module = self.projection(part)
+                # Quantisers subclass the layer, the parameter or the tensor.
+                is_known = isinstance(module, nn.Linear | Conv1D)
+                obstacle = find_weight_obstacle(part, module, module.weight, is_known)
+        return obstacle
+
+    def fit_neurons(
+        self, gate: Tensor | None, up: Tensor, down: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return R neurons as `widen` appends them, in the host's dtype."""
+        dtype = self.down.weight.dtype
+        if gate is not None:
+            gate = gate.to(dtype)
+        return gate, up.to(dtype), down.to(dtype)
 
     @torch.no_grad()
     def widen(self, gate: Tensor | None, up: Tensor, down: Tensor) -> None:
-        """Append R neurons: gate `[R, D]` (`None` for a two-layer FFN), up `[R, D]`, down `[D, R]` with its scale.
+        """Append R neurons. Parameters stay the same objects, with new data.
 
-        Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
+        `narrow` restores it bit for bit.
+
+        Args:
+            gate: `[R, D]`, or `None` for a two-layer FFN.
+            up: `[R, D]`.
+            down: `[D, R]`, with its scale.
         """
-        width, rows = self.width, [gate, up] if self.gated else [up]
+        width = self.width
+        rows = [gate, up] if self.gated else [up]
         # Last block first: in a fused projection, it shifts none of the others.
         for (module, first), new in reversed(list(zip(self._row_blocks(), rows, strict=True))):
             _splice(module, 0, first + width, first + width, new)
@@ -235,7 +281,11 @@ class HostFFN:
             self.owner.intermediate_size = self.width
 
     def verify(self) -> None:
-        """Raise a `ValueError` if the module's forward differs from the formula of its parts, on one random token."""
+        """Compare the module's forward with the formula of its parts, on one random token.
+
+        Raises:
+            ValueError: where they differ.
+        """
         # Without weights, or without a forward of its own, there is nothing to compare.
         if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
             return
@@ -243,45 +293,65 @@ class HostFFN:
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
         token = token.to(weight.device, dtype)
+        # Some FFNs also take the residual stream and add it (Bloom): zeros there.
+        residuals = [torch.zeros_like(token)] * (_count_inputs(self.owner) - 1)
         with torch.no_grad(), evaluating(self.owner):
-            # Some FFNs also take the residual stream and add it (Bloom): zeros there.
-            parameters = inspect.signature(self.owner.forward).parameters.values()
-            required = sum(
-                p.default is p.empty and p.kind.name.startswith("POSITIONAL") for p in parameters
-            )
-            expected = self.owner(token, *[torch.zeros_like(token)] * (required - 1))
+            expected = self.owner(token, *residuals)
             output = self._forward(token)
-        is_tensor = isinstance(expected, Tensor)
-        if not is_tensor or (expected - output).float().norm() > 0.02 * expected.float().norm():
-            formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
-            what = f"{self.name} ({type(self.owner).__name__}) computes something other than {formula} of its parts"
-            remedy = "Name its parts in ffn_parts, or exclude it with exclude_modules."
-            raise ValueError(
-                f"{what} {', '.join(self.parts.projections)}: a memory could not be merged. {remedy}"
-            )
+        if isinstance(expected, Tensor):
+            error = (expected - output).float().norm()
+            if not error > 0.02 * expected.float().norm():
+                return
+        formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
+        kind = type(self.owner).__name__
+        problem = f"{self.name} ({kind}) computes something other than {formula} of its parts"
+        names = ", ".join(self.parts.projections)
+        remedy = "Name its parts in ffn_parts, or exclude it with exclude_modules."
+        raise ValueError(f"{problem} {names}: a memory could not be merged. {remedy}")
 
     def _forward(self, hidden_states: Tensor) -> Tensor:
-        down = getattr(self.owner, self.parts.down)
-        if self.parts.gate_up:
-            gate, up = getattr(self.owner, self.parts.gate_up)(hidden_states).chunk(2, dim=-1)
+        parts = self.parts
+        down = getattr(self.owner, parts.down)
+        if parts.gate_up:
+            gate, up = getattr(self.owner, parts.gate_up)(hidden_states).chunk(2, dim=-1)
             return down(self.act(gate) * up)
-        up = getattr(self.owner, self.parts.up)(hidden_states)
-        if self.gated:
-            return down(self.act(getattr(self.owner, self.parts.gate)(hidden_states)) * up)
-        return down(self.act(up))
+        up = getattr(self.owner, parts.up)(hidden_states)
+        if not self.gated:
+            return down(self.act(up))
+        gate = getattr(self.owner, parts.gate)(hidden_states)
+        return down(self.act(gate) * up)
+
+
+def _count_inputs(module: nn.Module) -> int:
+    """Return how many positional arguments the module's forward must be given."""
+    count = 0
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.default is parameter.empty and parameter.kind.name.startswith("POSITIONAL"):
+            count += 1
+    return count
 
 
 def list_known_parts() -> list[FFNParts]:
-    """Return `KNOWN_PARTS`, most projections first: an FFN with a gate also has the up and down of a two-layer FFN."""
+    """Return `KNOWN_PARTS`, most projections first.
+
+    An FFN with a gate also has the up and down of a two-layer FFN.
+    """
     return sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
 
 
 def find_dense(
     owner: nn.Module, name: str, candidates: Sequence[FFNParts], given: bool = False
 ) -> HostFFN | None:
-    """Return the FFN whose parts are attributes of a module, or `None` where it has those of no candidate.
+    """Return the FFN whose parts are attributes of a module, or `None`.
 
-    Parts that make no FFN are a `ValueError` if a user has `given` the candidates.
+    Args:
+        owner: the module.
+        name: its name.
+        candidates: the names of parts to look for.
+        given: whether a user has given the candidates.
+
+    Raises:
+        ValueError: where given parts make no FFN.
     """
     for candidate in candidates:
         if all(_is_projection(getattr(owner, part, None)) for part in candidate.projections):
@@ -294,18 +364,20 @@ def find_dense(
 
 
 def _is_projection(module: nn.Module | None) -> bool:
-    module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-    is_linear = all(hasattr(module, name) for name in ("in_features", "out_features", "weight"))
-    return isinstance(module, Conv1D) or (isinstance(module, nn.Module) and is_linear)
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    if isinstance(module, Conv1D):
+        return True
+    names = ("in_features", "out_features", "weight")
+    return isinstance(module, nn.Module) and all(hasattr(module, name) for name in names)
 
 
 def _wraps_only_memory(module: nn.Module) -> bool:
-    """Return whether the only adapter on a projection is a memory: that of a flat FFN wraps the down projection."""
-    return (
-        isinstance(module, BaseTunerLayer)
-        and any(name.startswith("locas_") for name in module.adapter_layer_names)
-        and module.base_layer is module.get_base_layer()
-    )
+    """Return whether the only adapter on a projection is the memory of a flat FFN."""
+    if not isinstance(module, BaseTunerLayer):
+        return False
+    is_memory = any(name.startswith("locas_") for name in module.adapter_layer_names)
+    return is_memory and module.base_layer is module.get_base_layer()
 
 
 def _in_out_features(module: nn.Module) -> tuple[int, int]:
@@ -316,82 +388,94 @@ def _in_out_features(module: nn.Module) -> tuple[int, int]:
 
 def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[Tensor], Tensor]:
     names = (parts.activation,) if parts.activation else ACTIVATION_NAMES
-    found = [getattr(owner, name) for name in names if callable(getattr(owner, name, None))]
-    if found:
-        return found[0]
+    for name in names:
+        activation = getattr(owner, name, None)
+        if callable(activation):
+            return activation
     if parts.activation in ACT2FN:
         return ACT2FN[parts.activation]
-    what = f"{type(owner).__name__} has no activation under {', '.join(names)}"
-    remedy = "name it in ffn_parts['activation'], as an attribute or as one of transformers' activations."
-    raise ValueError(f"{what}: {remedy}")
+    problem = f"{type(owner).__name__} has no activation under {', '.join(names)}"
+    remedy = "name it in ffn_parts['activation'], as an attribute or as one of transformers'"
+    raise ValueError(f"{problem}: {remedy} activations.")
 
 
 def describe_children(module: nn.Module) -> str:
-    children = ", ".join(
-        f"{name} ({type(child).__name__})" for name, child in module.named_children()
-    )
-    return children or f"no children ({type(module).__name__})"
+    """Return the names and classes of a module's children, for a message."""
+    children = [f"{name} ({type(child).__name__})" for name, child in module.named_children()]
+    return ", ".join(children) or f"no children ({type(module).__name__})"
 
 
 def find_weight_obstacle(
     part: str, module: nn.Module, weight: Tensor, known: bool = True
 ) -> str | None:
-    """Return the reason why rows cannot be appended to a weight (named `part`) of a module, or `None`.
+    """Return the reason why rows cannot be appended to a weight, or `None`.
 
-    `known` is whether the module computes with its weight as it is.
+    Args:
+        part: the weight's name, for the message.
+        module: the module that has it.
+        weight: the weight.
+        known: whether the module computes with its weight as it is.
     """
     if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
         return f"{part} is offloaded or on the meta device: load the base onto one device first"
     if hasattr(weight, "full_tensor"):
         return f"{part} is sharded across processes: gather the base first"
-    plain = known and type(weight) is nn.Parameter and type(weight.data) is Tensor
-    if not plain or weight.dtype not in WIDENABLE_DTYPES:
+    is_plain = known and type(weight) is nn.Parameter and type(weight.data) is Tensor
+    # Float8 weights come with scales.
+    if not is_plain or weight.dtype not in WIDENABLE_DTYPES:
         kind = f"{type(module).__name__} of {weight.dtype}"
         return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
     return None
 
 
 def _rows_of(module: nn.Module) -> Tensor:
-    """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
+    """Return the weight `[out, in]` of a projection, dequantised and onloaded."""
     with torch.no_grad(), align_module_device(module):
-        parameter, weight = module.weight, dequantize_module_weight(module).detach()
-        if (
-            module.weight is not parameter
-        ):  # PEFT puts an 8-bit parameter without its scales in its place
+        parameter = module.weight
+        weight = dequantize_module_weight(module).detach()
+        if module.weight is not parameter:
+            # PEFT puts an 8-bit parameter without its scales in its place.
             module.weight = parameter
         return weight.T if isinstance(module, Conv1D) else weight
 
 
 def forbid_packing(model: nn.Module) -> None:
-    """Keep the layout of bitsandbytes' 4-bit weights on a CPU; raise a `ValueError` if they are packed already.
+    """Keep the layout of bitsandbytes' 4-bit weights on a CPU.
 
-    In a forward without gradients, bitsandbytes packs them for the CPU's bfloat16 instructions. Packed weights cannot
-    be dequantised, and give no gradient to the memories below.
+    In a forward without gradients, bitsandbytes packs them for the CPU's bfloat16 instructions.
+    Packed weights cannot be dequantised, and give no gradient to the memories below.
+
+    Raises:
+        ValueError: where they are packed already.
     """
     for name, module in model.named_modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            if getattr(
-                getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False
-            ):
-                what = f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly"
-                raise ValueError(
-                    f"{what}: load the base again, and add the memory before its first forward."
-                )
-            module.support_avx512bf16_for_cpu = False
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        state = getattr(module.weight, "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            problem = f"{name} was packed by bitsandbytes in a forward on the CPU"
+            remedy = "load the base again, and add the memory before its first forward."
+            raise ValueError(f"{problem}, which cannot be undone exactly: {remedy}")
+        module.support_avx512bf16_for_cpu = False
 
 
 def _splice(module: nn.Module, dim: int, start: int, stop: int, new: Tensor | None = None) -> None:
-    """Replace the entries [start, stop) of a weight `[out, in]` along `dim`; along 0, the bias follows with zeros."""
-    transposed = isinstance(module, Conv1D)
-    weight = module.weight.data.T if transposed else module.weight.data
-    new = weight.narrow(dim, 0, 0) if new is None else new.to(weight.device, weight.dtype)
-    kept = weight.narrow(dim, 0, start), weight.narrow(dim, stop, weight.shape[dim] - stop)
-    weight = torch.cat([kept[0], new, kept[1]], dim=dim)
-    module.weight.data = weight.T.contiguous() if transposed else weight.contiguous()
+    """Replace the entries [start, stop) of a weight `[out, in]` along a dimension.
+
+    Along dimension 0 the bias follows, with zeros for new entries.
+    """
+    is_transposed = isinstance(module, Conv1D)
+    weight = module.weight.data.T if is_transposed else module.weight.data
+    if new is None:
+        new = weight.narrow(dim, 0, 0)
+    before = weight.narrow(dim, 0, start)
+    after = weight.narrow(dim, stop, weight.shape[dim] - stop)
+    weight = torch.cat([before, new.to(weight.device, weight.dtype), after], dim=dim)
+    module.weight.data = weight.T.contiguous() if is_transposed else weight.contiguous()
     if dim == 0 and module.bias is not None:
         bias = module.bias.data
-        module.bias.data = torch.cat([bias[:start], bias.new_zeros(new.shape[0]), bias[stop:]])
-    if transposed:
+        module.bias.data = torch.cat([bias[:start], bias.new_zeros(len(new)), bias[stop:]])
+    if is_transposed:
         module.nx, module.nf = module.weight.shape
     else:
         module.out_features, module.in_features = module.weight.shape

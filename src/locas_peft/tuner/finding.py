@@ -12,61 +12,78 @@ from .mixture import HostMixture
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
-AnyFFN = HostFFN | HostMixture  # what a memory can stand beside: one FFN, or one mixture's block
+# What a memory can stand beside: one FFN, or one mixture's block.
+AnyFFN = HostFFN | HostMixture
 
 
 def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, AnyFFN]:
-    """Find the FFNs of a language model, with adapters or without, by their structure, in the model's order.
+    """Find the FFNs of a language model by their structure, with adapters or without.
 
-    The experts of a mixture are one FFN together, with the shared expert beside them. Vision and audio towers, and
-    mixtures of an unknown structure, are left out. The keys are the names of the modules that a memory wraps: the FFN,
-    the mixture's block, or the down projection of a flat FFN. `parts` is `LocasConfig.ffn_parts`.
+    The experts of a mixture are one FFN together, with the shared expert beside them. Vision and
+    audio towers, and mixtures of an unknown structure, are left out.
+
+    Args:
+        model: the model.
+        parts: `LocasConfig.ffn_parts`.
+
+    Returns:
+        The FFNs in the model's order, by the names of the modules that a memory wraps: the FFN, the
+        mixture's block, or the down projection of a flat FFN.
     """
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
-    found: dict[str, AnyFFN] = {}
+    ffns: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        inside = name.startswith(blocks) or "experts" in name.split(".")
-        if isinstance(module, BaseTunerLayer) or inside or OTHER_MODALITIES.search(name):
+        is_inside = name.startswith(blocks) or "experts" in name.split(".")
+        if isinstance(module, BaseTunerLayer) or is_inside or OTHER_MODALITIES.search(name):
             continue
-        host = _plain_name(name)
+        plain = _plain_name(name)
         if hasattr(module, "experts"):
             try:
-                found[host] = HostMixture(module, host)
+                ffns[plain] = HostMixture(module, plain)
             except ValueError:
                 continue
             blocks += (f"{name}.",)
-        elif dense := find_dense(module, host, candidates, given=parts is not None):
-            found[f"{host}.{dense.parts.down}" if dense.is_flat else host] = dense
-    found.pop("", None)
+            continue
+        dense = find_dense(module, plain, candidates, given=parts is not None)
+        if dense is not None:
+            ffns[f"{plain}.{dense.parts.down}" if dense.is_flat else plain] = dense
+    ffns.pop("", None)
+    return _check_formulas(ffns)
+
+
+def _check_formulas(ffns: dict[str, AnyFFN]) -> dict[str, AnyFFN]:
+    """Check one FFN of each class and structure; leave out mixtures that are no sum of experts."""
     first_of_class: dict[tuple, AnyFFN] = {}
-    for ffn in found.values():
+    for ffn in ffns.values():
         first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
+    unknown = set()
     for ffn in first_of_class.values():
         if isinstance(ffn, HostFFN):
             ffn.verify()
         elif not ffn.is_sum_of_experts():
-            found = {
-                name: other
-                for name, other in found.items()
-                if type(other.owner) is not type(ffn.owner)
-            }
-    return found
+            unknown.add(type(ffn.owner))
+    return {name: ffn for name, ffn in ffns.items() if type(ffn.owner) not in unknown}
 
 
 def to_parts(names: dict[str, str]) -> FFNParts:
     """Return a user's names of an FFN's parts; raise a `ValueError` if they do not make an FFN."""
     unknown = set(names) - {field.name for field in fields(FFNParts)}
     if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
-        what = "ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation"
-        raise ValueError(f"{what}; got {dict(names)}.")
+        ups = "either up (with gate, if gated) or gate_up"
+        problem = f"ffn_parts must name down and {ups}, and may name activation"
+        raise ValueError(f"{problem}; got {dict(names)}.")
     return FFNParts(**names)
 
 
-def find_unknown_experts(model: nn.Module, found: dict[str, AnyFFN]) -> list[str]:
-    """Name the modules that hold the experts of mixtures which are not among the FFNs that were found."""
-    experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
-    return [name for name in experts if _plain_name(name.rpartition(".")[0]) not in found]
+def find_unknown_experts(model: nn.Module, ffns: dict[str, AnyFFN]) -> list[str]:
+    """Name the modules that hold the experts of mixtures which are not among the FFNs."""
+    unknown = []
+    for name, _ in model.named_modules():
+        block, _, last = name.rpartition(".")
+        if last == "experts" and _plain_name(block) not in ffns:
+            unknown.append(name)
+    return unknown
 
 
 def _plain_name(name: str) -> str:

@@ -1,8 +1,9 @@
-"""How a memory's gate and up rows are initialised: calibration collects statistics, a strategy chooses the rows.
+"""How a memory's gate and up rows are initialised.
 
-Paper, section "Memory Initialization for Locas-GLU", and its table on initialisation: alpha_j = mean over tokens of
-|M_j| measures how active the host's slot j is. The value matrix starts at zero, so that a fresh memory changes no
-output. A new strategy is one function and one row of `STRATEGIES`.
+Calibration collects statistics, and a strategy makes the rows. Paper, section "Memory
+Initialization for Locas-GLU", and its table on initialisation: alpha_j = mean over tokens of |M_j|
+measures how active the host's slot j is. The value matrix starts at zero, so that a fresh memory
+changes no output. A new strategy is one function and one row of `STRATEGIES`.
 """
 
 import zlib
@@ -27,16 +28,22 @@ class Statistics:
 
 
 class Calibration:
-    """Collects the statistics of one FFN over a text: sums, and a sample of at most `samples` tokens, drawn by `seed`.
+    """Collects the statistics of one FFN over a text: sums, and a sample of its tokens.
 
-    Padding does not count. With `across_processes`, under torch.distributed, the text is that of all processes.
+    Padding does not count.
+
+    Args:
+        samples: the largest number of tokens in the sample.
+        seed: the seed by which they are drawn.
+        across_processes: whether, under torch.distributed, the text is that of all processes.
     """
 
     def __init__(self, samples: int, seed: int = 0, across_processes: bool = True) -> None:
-        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._across_processes = across_processes and distributed
-        self._samples, self._tokens = samples, 0
-        self._activity: Tensor | None = None  # [F] float64, sum over tokens of |M|
+        self._across_processes = across_processes and is_distributed()
+        self._samples = samples
+        self._tokens = 0
+        # Sum over tokens of |M|, [F] float64.
+        self._activity: Tensor | None = None
         # Of each sampled token its random key [n] float64, A [n, D] and |FFN(A)| [n].
         self._sample: tuple[Tensor, Tensor, Tensor] | None = None
         rank = dist.get_rank() if self._across_processes else 0
@@ -49,30 +56,34 @@ class Calibration:
         sum_activity: SumActivity,
         output: Tensor,
         token_mask: Tensor | None = None,
-    ):
-        """Add the tokens of a forward pass: A `[..., D]`, the sum of their |M|, and FFN(A) `[..., D]`.
+    ) -> None:
+        """Add the tokens of a forward pass.
 
-        `token_mask`, `[B, T]`, is nonzero where a token is no padding; ignored if its size is not that of the batch.
+        Args:
+            ffn_input: A, `[..., D]`.
+            sum_activity: returns the sum of their |M|.
+            output: FFN(A), `[..., D]`.
+            token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not
+            that
+                of the batch.
         """
-        ffn_input, output = (tensor.flatten(0, -2) for tensor in (ffn_input, output))
+        inputs = ffn_input.flatten(0, -2)
+        outputs = output.flatten(0, -2)
         kept = None
-        if (
-            token_mask is not None
-            and token_mask.dim() == 2
-            and token_mask.numel() == len(ffn_input)
-        ):
-            kept = token_mask.flatten().to(output.device).bool()
-            ffn_input, output = ffn_input[kept], output[kept]
+        if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(inputs):
+            kept = token_mask.flatten().to(outputs.device).bool()
+            inputs = inputs[kept]
+            outputs = outputs[kept]
         activity = sum_activity(kept).double()
         self._activity = activity if self._activity is None else self._activity + activity
-        self._tokens += len(ffn_input)
-        # Each token gets a random key and the largest keys stay. This draws uniformly from a stream of unknown
-        # length, the same tokens in every layer.
-        keys = torch.rand(len(ffn_input), generator=self._generator, dtype=torch.float64)
-        sample = (keys, ffn_input.float(), output.float().norm(dim=-1))
-        self._sample = self._keep_largest(
-            [sample] if self._sample is None else [self._sample, sample]
-        )
+        self._tokens += len(inputs)
+        # Each token gets a random key and the largest keys stay. This draws uniformly from a stream
+        # of unknown length, the same tokens in every layer.
+        keys = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
+        samples = [(keys, inputs.float(), outputs.float().norm(dim=-1))]
+        if self._sample is not None:
+            samples.insert(0, self._sample)
+        self._sample = self._keep_largest(samples)
 
     def _keep_largest(self, samples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
@@ -80,7 +91,11 @@ class Calibration:
         return tuple(tensor[largest.to(tensor.device)] for tensor in tensors)
 
     def finish(self) -> Statistics:
-        """Return the statistics; raise a `ValueError` if there were no tokens, or values that are not finite."""
+        """Return the statistics.
+
+        Raises:
+            ValueError: where there were no tokens, or values that are not finite.
+        """
         tokens = torch.tensor(float(self._tokens), dtype=torch.float64)
         if self._activity is not None and self._across_processes:
             tokens = tokens.to(self._activity.device)
@@ -90,15 +105,20 @@ class Calibration:
             dist.all_gather_object(gathered, tuple(tensor.cpu() for tensor in self._sample))
             self._sample = self._keep_largest(gathered)
         if tokens == 0:
-            raise ValueError(
-                "calibration saw no tokens: give at least one batch with a token that is no padding."
-            )
-        _, inputs, output_norms = (tensor.to(self._activity.device) for tensor in self._sample)
-        if not all(tensor.isfinite().all() for tensor in (self._activity, inputs, output_norms)):
-            raise ValueError(
-                "an FFN's activations are not finite on the calibration text: check base and dtype."
-            )
-        return Statistics(self._activity / tokens.to(self._activity.device), inputs, output_norms)
+            remedy = "give at least one batch with a token that is no padding."
+            raise ValueError(f"calibration saw no tokens: {remedy}")
+        device = self._activity.device
+        _, inputs, output_norms = (tensor.to(device) for tensor in self._sample)
+        for tensor in (self._activity, inputs, output_norms):
+            if not tensor.isfinite().all():
+                problem = "an FFN's activations are not finite on the calibration text"
+                raise ValueError(f"{problem}: check base and dtype.")
+        return Statistics(self._activity / tokens.to(device), inputs, output_norms)
+
+
+def is_distributed() -> bool:
+    """Return whether there are several processes in torch's process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass(frozen=True)
@@ -110,36 +130,64 @@ class Rows:
     slots: Tensor | None = None  # LongTensor [R], the cloned host slots; None if none was cloned
 
 
+MakeRows = Callable[[AnyFFN, Statistics | None, int, torch.Generator], Rows]
+"""Makes rows from the host FFN, the statistics (or `None`), R and a generator."""
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """One way to make a memory's rows, from the host FFN, the statistics (or `None`), R and a generator."""
+    """One way to make a memory's rows."""
 
-    make: Callable[[AnyFFN, Statistics | None, int, torch.Generator], Rows]
+    make: MakeRows
     needs_calibration: bool = True  # whether `make` uses the statistics
     clones: bool = True  # whether the rows are slots of the host, so that R cannot exceed F
     takes_tokens: bool = False  # whether each row is a token of the calibration text
-    # Whether the memory starts empty and is written slot by slot (`SlotWriter`); `make` then only serves the scale.
+    # Whether the slots start free and are written one by one; `make` then only serves the scale.
     written: bool = False
 
 
 def clone_slots(ffn: AnyFFN, slots: Tensor) -> Rows:
-    """Clone slots of the host, `LongTensor [R]`, each row scaled to unit norm; rows of zeros stay zero."""
+    """Clone slots of the host, `LongTensor [R]`, each row scaled to unit norm or zero."""
     gate, up = ffn.gate_and_up_rows(slots)
-    return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
+    if gate is not None:
+        gate = _to_unit(gate)
+    return Rows(gate=gate, up=_to_unit(up), slots=slots)
+
+
+def clone_top(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+    """Clone the slots with the largest alpha, largest first: the paper's strategy."""
+    return clone_slots(ffn, statistics.importance.topk(r).indices)
+
+
+def clone_bottom(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+    """Clone the slots with the smallest alpha, smallest first."""
+    return clone_slots(ffn, statistics.importance.topk(r, largest=False).indices)
+
+
+def clone_random(
+    ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator
+) -> Rows:
+    """Clone random slots, in turns if there are fewer than R."""
+    order = torch.randperm(ffn.slots, generator=generator)
+    return clone_slots(ffn, order[torch.arange(r) % len(order)])
 
 
 def draw_gaussian(
     ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator
 ) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
-    gate, up = (_to_unit(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
+    gate = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator))
+    up = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 
 def take_activations(
     ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator
 ) -> Rows:
-    """Take the normalised FFN inputs of R tokens, in turns if there are fewer; gate and up start equal."""
+    """Take the normalised FFN inputs of R tokens, in turns if there are fewer.
+
+    Gate and up start equal.
+    """
     inputs = statistics.inputs
     rows = _to_unit(inputs[torch.arange(r, device=inputs.device) % len(inputs)])
     return Rows(gate=rows.clone() if ffn.gated else None, up=rows)
@@ -150,14 +198,9 @@ def _to_unit(rows: Tensor) -> Tensor:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    # The slots with the largest alpha, largest first: the paper's strategy.
-    "topk": Strategy(lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r).indices)),
-    "bottomk": Strategy(
-        lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r, largest=False).indices)
-    ),
-    "random": Strategy(
-        lambda ffn, _, r, own: clone_slots(ffn, torch.randperm(ffn.slots, generator=own)[:r]), False
-    ),
+    "topk": Strategy(clone_top),
+    "bottomk": Strategy(clone_bottom),
+    "random": Strategy(clone_random, needs_calibration=False),
     "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
     "activation": Strategy(take_activations, clones=False, takes_tokens=True),
     "write": Strategy(take_activations, clones=False, written=True),
@@ -165,6 +208,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def make_generator(seed: int, name: str) -> torch.Generator:
-    """Return a generator for one purpose, such as one FFN: reproducible, and different for each name."""
+    """Return a generator for one purpose, such as one FFN: another one for each name."""
     # Hashed together, since PyTorch's generator uses only 32 bits of a seed.
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -1,43 +1,63 @@
 """LocasLayer: one FFN of the host with its memories.
 
-Axes used throughout the tuner: B batch, T tokens, D hidden size, F host FFN width, R memory width. With A `[B, T, D]`
-the FFN's input, after its norm, and k and tau one number each per layer and memory (paper, sections "Two Variants" and
-"Output Scaling Factor"):
+Axes used throughout the tuner: B batch, T tokens, D hidden size, F host FFN width, R memory width.
+With A `[B, T, D]` the FFN's input, after its norm, and k and tau one number each per layer and
+memory (paper, sections "Two Variants" and "Output Scaling Factor"):
 
     gated      output = FFN(A) + tau * Wdown M,  M = act(k Wgate A) * (k Wup A)
     two-layer  output = FFN(A) + tau * Wdown M,  M = act(k Wup A)
 
-`scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its activation `act`: only
-then is a merged memory exactly R more neurons of the host.
+`scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its
+activation `act`: only then is a merged memory exactly R more neurons of the host.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .config import LocasConfig
-from .ffn import HostFFN, SumActivity
+from .ffn import SumActivity
 from .finding import AnyFFN
-from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
+from .initialization import (
+    STRATEGIES,
+    Calibration,
+    Rows,
+    Statistics,
+    Strategy,
+    clone_random,
+    is_distributed,
+    make_generator,
+)
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
-from .norm_clip import clip_after_optimizer_steps
+from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
 
 class LocasLayer(nn.Module, BaseTunerLayer):
-    """One FFN of the host with its memories. It replaces the module `base_layer`, whose name in the model is `name`.
+    """One FFN of the host with its memories.
 
-    That module is the FFN, or the down projection of a flat FFN, whose parts are attributes of the decoder layer.
+    Args:
+        base_layer: the module that this one replaces: the FFN, or the down projection of a flat
+        FFN,
+            whose parts are attributes of the decoder layer.
+        ffn: the FFN, with its parts by their roles.
+        name: the name of `base_layer` in the model.
+        adapter_name: the first memory's name.
+        config: the first memory's configuration.
+        r: the first memory's width R here.
     """
 
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
     other_param_names: tuple[str, ...] = (
         "locas_input_scale",
         "locas_tau",
+        "locas_calibrated",
         "locas_config",
         "locas_multiplier",
     )
@@ -50,246 +70,213 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         adapter_name: str,
         config: LocasConfig,
         r: int,
-    ):
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.training = (
-            base_layer.training
-        )  # a new module starts in training mode, where a forward calibrates
-        self.ffn, self.name = ffn, name
-        self.in_features = self.out_features = ffn.hidden_size
-        self.locas_gate, self.locas_up, self.locas_down = (
-            nn.ModuleDict(),
-            nn.ModuleDict(),
-            nn.ModuleDict(),
-        )
-        self.locas_input_scale = ScaleDict(persistent=True)  # k; 0 until it is measured
+        self.training = base_layer.training
+        self.ffn = ffn
+        self.name = name
+        self.in_features = ffn.hidden_size
+        self.out_features = ffn.hidden_size
+        self.locas_gate = nn.ModuleDict()
+        self.locas_up = nn.ModuleDict()
+        self.locas_down = nn.ModuleDict()
+        self.locas_input_scale = ScaleDict(persistent=True)
         self.locas_tau = ScaleDict(persistent=True)
+        # 1 where rows and scale were made from a text or need none, else 0.
+        self.locas_calibrated = ScaleDict(persistent=True)
         self.locas_config: dict[str, LocasConfig] = {}
-        self.locas_multiplier: dict[
-            str, float
-        ] = {}  # factors on the outputs, inside the context of `rescale`
+        # Factors on the outputs, inside the context of `rescale`.
+        self.locas_multiplier: dict[str, float] = {}
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
-        # While set, forwards run the host's FFN alone and collect its activations here (explicit calibration).
+        # While set, forwards run the host's FFN alone and collect its activations here.
         self.calibration: Calibration | None = None
-        self.token_mask: Tensor | None = (
-            None  # of the current forward [B, T], nonzero where a token is no padding
-        )
-        # While set, called with A and the layer's output in each forward with gradients (`SlotWriter`).
+        # Of the current forward, [B, T], nonzero where a token is no padding.
+        self.token_mask: Tensor | None = None
+        # While set, called with A and the layer's output in each forward with gradients.
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
-        self._ready: set[str] = set()  # memories known to need no calibration
-        self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
+        self._norm_clips: dict[str, NormClip] = {}
+        # Whether a memory waits for its calibration: read once, or each forward would wait for the
+        # accelerator.
+        self._waits: dict[str, bool] = {}
+        # Copies of the rows that calibrations in a forward made, until the next forward.
+        self._made_rows: dict[str, Tensor] = {}
+        self._is_sharded = False
         self._ffn_input: Tensor | None = None
         self._inlet_hook = None
-        if isinstance(ffn, HostFFN) and ffn.is_flat:
+        if ffn.is_flat:
             self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
         self.update_layer(adapter_name, config, r)
-        clip_after_optimizer_steps(self)
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.locas_multiplier = {}  # a copy is outside the `rescale` context of the original
-        clip_after_optimizer_steps(self)
+        # A copy is outside the `rescale` context of the original.
+        self.locas_multiplier = {}
 
     # ----------------------------------------------------------------- memories
 
     def update_layer(self, adapter_name: str, config: LocasConfig, r: int) -> None:
-        """Add a memory of width `r` to this FFN. The output does not change until the memory is trained."""
+        """Add a memory of width `r` to this FFN. The output does not change until it is trained.
+
+        Its rows are those of its strategy, or random clones of the host's slots until calibration.
+        """
         d = self.ffn.hidden_size
         self.locas_config[adapter_name] = config
         if self.ffn.gated:
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
-        unmeasured = config.output_scale == "measured" and config.init_weights
-        self.locas_input_scale[adapter_name] = torch.tensor(
-            0.0 if unmeasured else 1.0, dtype=torch.float32
-        )
         # The paper's tau, from the base as it is now: merging memories later would change it.
-        self.locas_tau[adapter_name] = torch.tensor(
-            self.ffn.mean_down_norm() / r, dtype=torch.float32
-        )
-        weights = [module.weight for module in self.projections(adapter_name)]
-        if not weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
-            for weight in weights:
-                nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
-            if config.init_weights and not STRATEGIES[config.strategy].needs_calibration:
-                self.initialize(adapter_name, self.make_rows(adapter_name))
+        mean_down_norm = self.ffn.mean_down_norm()
+        needs_text = self._strategy(adapter_name).needs_calibration
+        needs_text = needs_text or config.output_scale == "measured"
+        is_calibrated = not (needs_text and config.init_weights)
+        self.locas_input_scale[adapter_name] = torch.tensor(1.0)
+        self.locas_tau[adapter_name] = torch.tensor(mean_down_norm / r, dtype=torch.float32)
+        self.locas_calibrated[adapter_name] = torch.tensor(float(is_calibrated))
+        self._forget(adapter_name)
+        # With low_cpu_mem_usage, the weights are loaded from a file.
+        if not self.locas_up[adapter_name].weight.is_meta:
+            self._reset_weights(adapter_name, has_host_weights=not math.isnan(mean_down_norm))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
+    @torch.no_grad()
+    def _reset_weights(self, adapter_name: str, has_host_weights: bool) -> None:
+        config = self.locas_config[adapter_name]
+        for weight in self.weights(adapter_name):
+            if config.init_weights:
+                weight.zero_()
+            else:
+                weight.normal_()
+        strategy = self._strategy(adapter_name)
+        if not config.init_weights or strategy.written:
+            return
+        if not strategy.needs_calibration:
+            self._set_rows(adapter_name, self.make_rows(adapter_name))
+        elif has_host_weights:
+            generator = make_generator(config.seed, self.name)
+            r = self.locas_up[adapter_name].out_features
+            self._set_rows(adapter_name, clone_random(self.ffn, None, r, generator))
+
     def projections(self, adapter_name: str) -> list[nn.Linear]:
-        """Return a memory's gate (if the host is gated) and up, weights `[R, D]`, and down, weight `[D, R]`."""
+        """Return a memory's gate (if gated) and up, weights `[R, D]`, and down, weight `[D, R]`."""
         dicts = (self.locas_gate, self.locas_up, self.locas_down)
         return [modules[adapter_name] for modules in dicts if adapter_name in modules]
 
-    def is_empty(self, adapter_name: str) -> bool:
-        """Return whether a memory has no rows: all its up rows are zero."""
-        weight = self.locas_up[adapter_name].weight
-        return weight.is_meta or not weight.any()
+    def weights(self, adapter_name: str) -> list[nn.Parameter]:
+        """Return the weights of `projections`."""
+        return [module.weight for module in self.projections(adapter_name)]
+
+    def _strategy(self, adapter_name: str) -> Strategy:
+        return STRATEGIES[self.locas_config[adapter_name].strategy]
 
     def is_written(self, adapter_name: str) -> bool:
-        """Return whether a memory's slots are written in closed form (`SlotWriter`) instead of calibrated."""
-        return STRATEGIES[self.locas_config[adapter_name].strategy].written
+        """Return whether a memory's slots are written in closed form (`SlotWriter`)."""
+        return self._strategy(adapter_name).written
 
     def has_learned(self, adapter_name: str) -> bool:
         """Return whether a memory's value matrix is no longer zero."""
         return bool(self.locas_down[adapter_name].weight.any())
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        self._forget(adapter_name)
+        super().delete_adapter(adapter_name)
+
+    def _forget(self, adapter_name: str) -> None:
+        """Forget what is known of a memory's weights and flag, which are replaced."""
+        self._norm_clips.pop(adapter_name, None)
+        self._waits.pop(adapter_name, None)
+        self._made_rows.pop(adapter_name, None)
+
+    # -------------------------------------------------------------- calibration
+
     def needs_calibration(self, adapter_name: str) -> bool:
         """Return whether a memory waits for its rows or for its scale."""
-        if adapter_name not in self._ready:
-            if not self.locas_input_scale[adapter_name].any():
-                return True
-            if self.is_empty(adapter_name) and not self.is_written(adapter_name):
-                return True
-            self._ready.add(adapter_name)
-        return False
+        if adapter_name not in self._waits:
+            flag = self.locas_calibrated[adapter_name]
+            self._waits[adapter_name] = not (flag.is_meta or flag.any())
+        return self._waits[adapter_name]
+
+    def may_calibrate(self) -> bool:
+        """Return whether the next forward with gradients may calibrate an active memory."""
+        if self.disable_adapters or self.merged:
+            return False
+        return any(map(self.needs_calibration, self._select_memories(self.active_adapters)))
 
     def start_calibration(
         self, adapter_name: str, r: int | None = None, across_processes: bool = True
     ) -> Calibration:
-        """Return a calibration that has seen nothing yet, for a memory of its own width or of width `r`."""
+        """Return a calibration that has seen nothing yet, for a memory of its own width or `r`."""
         samples = max(SAMPLED_TOKENS, r or self.locas_up[adapter_name].out_features)
         return Calibration(samples, self.locas_config[adapter_name].seed, across_processes)
 
     def make_rows(self, adapter_name: str, statistics: Statistics | None = None) -> Rows:
         """Return a memory's initial rows by its strategy. The memory does not change."""
-        config = self.locas_config[adapter_name]
-        generator = make_generator(config.seed, self.name)
+        generator = make_generator(self.locas_config[adapter_name].seed, self.name)
         r = self.locas_up[adapter_name].out_features
-        return STRATEGIES[config.strategy].make(self.ffn, statistics, r, generator)
+        return self._strategy(adapter_name).make(self.ffn, statistics, r, generator)
 
     @torch.no_grad()
-    def initialize(
-        self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None
-    ) -> None:
-        """Fill an empty memory: load its rows, zero its values, and measure its scale.
+    def initialize(self, adapter_name: str, rows: Rows | None, statistics: Statistics) -> None:
+        """Complete a calibration: load the rows, zero the values, and measure the scale.
 
-        Without rows, rows and values stay as they are. The scale is measured on the statistics; without, it stays.
+        Args:
+            adapter_name: a memory whose values are zero.
+            rows: its new rows; without, they stay.
+            statistics: what the host does on the text that the scale is measured on.
         """
-        config, up = self.locas_config[adapter_name], self.locas_up[adapter_name].weight
         if rows is not None:
-            if adapter_name in self.locas_gate:
-                self.locas_gate[adapter_name].weight.copy_(rows.gate)
-            up.copy_(rows.up)
-            self.locas_down[adapter_name].weight.zero_()
-            if rows.slots is not None:
-                slots = config.get_record("slots") or {}
-                config.set_record("slots", {**slots, self.name: rows.slots.tolist()})
-        if statistics is not None and config.output_scale == "measured":
+            self._set_rows(adapter_name, rows)
+        if self.locas_config[adapter_name].output_scale == "measured":
             tau = self.locas_tau[adapter_name]
             self.locas_input_scale[adapter_name].copy_(measure_input_scale(statistics.inputs))
             activations = self.activate([adapter_name], statistics.inputs)
-            tau.copy_(
-                measure_output_scale(
-                    activations, statistics.output_norms, self.ffn.hidden_size, otherwise=tau
-                )
-            )
-        if rows is not None and self.is_written(adapter_name):
-            up.zero_()
+            hidden_size = self.ffn.hidden_size
+            tau.copy_(measure_output_scale(activations, statistics.output_norms, hidden_size, tau))
+        if self.is_written(adapter_name):
+            # The rows served to measure the scale; the slots stay free.
+            self.locas_up[adapter_name].weight.zero_()
+        self.locas_calibrated[adapter_name].fill_(1.0)
+        self._forget(adapter_name)
 
-    def delete_adapter(self, adapter_name: str) -> None:
-        self._ready.discard(adapter_name)
-        self._calibrated.discard(adapter_name)
-        super().delete_adapter(adapter_name)
+    def _set_rows(self, adapter_name: str, rows: Rows) -> None:
+        """Load rows, set the values to zero, and record the host slots that were cloned."""
+        if adapter_name in self.locas_gate:
+            self.locas_gate[adapter_name].weight.copy_(rows.gate)
+        self.locas_up[adapter_name].weight.copy_(rows.up)
+        self.locas_down[adapter_name].weight.zero_()
+        config = self.locas_config[adapter_name]
+        slots = dict(config.get_record("slots") or {})
+        slots.pop(self.name, None)
+        if rows.slots is not None:
+            slots[self.name] = rows.slots.tolist()
+        config.set_record("slots", slots or None)
 
-    # ------------------------------------------------------------------ forward
+    def _calibrate(self, names: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host's FFN and calibrate memories on this forward.
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
-
-        `hidden_states` is the wrapped module's input: A `[B, T, D]`, or M `[..., F]` of a flat FFN. The keyword
-        `adapter_names` has one memory's name, or "__base__", for each row of the batch.
+        Their values are zero, so that their outputs are zero before and after.
         """
-        adapter_names = kwargs.pop("adapter_names", None)
-        ffn_input, self._ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states, None
-        if getattr(self, "_is_replica", False):
-            self._check_replica()
-        if self.calibration is not None:
-            return self._forward_observed(
-                [self.calibration], ffn_input, hidden_states, *args, **kwargs
-            )
-        if self.disable_adapters:
-            if self.merged:
-                self.unmerge()
-            return self.base_layer(hidden_states, *args, **kwargs)
-        if adapter_names is not None:
-            check_adapter_names(self, adapter_names, ffn_input)
-            if len(set(adapter_names)) > 1:
-                result = self.base_layer(hidden_states, *args, **kwargs)
-                return add_by_row(self, adapter_names, ffn_input, result)
-        elif self.merged:
-            return self.base_layer(hidden_states, *args, **kwargs)
-
-        memories = self._memories(
-            self.active_adapters if adapter_names is None else adapter_names[:1]
-        )
-        # Trainers also generate, and score with a reference, in training mode: those forwards are no step.
-        calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
-        waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
-        if waiting:
-            result = self._forward_calibrating(waiting, ffn_input, hidden_states, *args, **kwargs)
-        else:
-            result = self.base_layer(hidden_states, *args, **kwargs)
-        for name in memories:
-            result = result + self.recall([name], ffn_input).to(result.dtype)
-        if self.recorder is not None and torch.is_grad_enabled():
-            if not result.requires_grad:
-                result = result.detach().requires_grad_()
-            self.recorder(ffn_input, result)
+        calibrations = {name: self.start_calibration(name) for name in names}
+        result = self._observe(list(calibrations.values()), ffn_input, *args, **kwargs)
+        for name, calibration in calibrations.items():
+            statistics = calibration.finish()
+            rows = None
+            if self._strategy(name).needs_calibration:
+                rows = self.make_rows(name, statistics)
+            self.initialize(name, rows, statistics)
+            if rows is not None and not self.is_written(name) and is_distributed():
+                self._made_rows[name] = self.locas_up[name].weight.detach().clone()
         return result
 
-    def _memories(self, adapter_names: Iterable[str]) -> list[str]:
-        return [name for name in adapter_names if name in self.locas_up]
-
-    def recall(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
-        """Return tau * Wdown M, the output of a memory, `[..., D]`, for A `[..., D]`.
-
-        With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
-        """
-        down = self._projection(self.locas_down, adapter_names)
-        return _scale(
-            down(self.activate(adapter_names, ffn_input)),
-            [self.scale(name) for name in adapter_names],
-        )
-
-    def activate(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
-        """Return M, the activations of a memory's slots, `[..., R]` in its dtype. Arguments as for `recall`."""
-        ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[adapter_names[0]].weight.dtype)
-        k = [self.locas_input_scale[name] for name in adapter_names]
-        up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
-        if not self.ffn.gated:
-            return self.ffn.act(up)
-        return (
-            self.ffn.act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k))
-            * up
-        )
-
-    @staticmethod
-    def _projection(
-        modules: nn.ModuleDict, adapter_names: Sequence[str]
-    ) -> Callable[[Tensor], Tensor]:
-        """Return one memory's projection, or one batched product with the projections of several memories."""
-        if len(adapter_names) == 1:
-            return modules[adapter_names[0]]
-        weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
-        return lambda inputs: inputs @ weights.mT
-
-    def scale(self, adapter_name: str) -> Tensor:
-        """Return the factor on a memory's output, a float32 scalar: the saved scale times `rescale`'s multiplier."""
-        return self.saved_scale(adapter_name) * self.locas_multiplier.get(adapter_name, 1.0)
-
-    def saved_scale(self, adapter_name: str) -> Tensor:
-        """Return tau times the config's `scaling`, a float32 scalar."""
-        return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
-
-    def _forward_observed(
-        self, calibrations: Collection[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
+    def _observe(
+        self, calibrations: list[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """Run the host's FFN alone and add what it does to calibrations."""
 
         def update(sum_activity: SumActivity, output: Tensor) -> None:
             for calibration in calibrations:
@@ -298,42 +285,199 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
-    def _forward_calibrating(
-        self, waiting: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Run the host's FFN and calibrate memories: their values are zero, so that no other pass is needed."""
-        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
-        lost = [name for name in waiting if name in self._calibrated]
-        if lost:
-            problem = f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded"
-            remedy = "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
-            raise ValueError(f"{problem}: {remedy}")
-        calibrations = {name: self.start_calibration(name) for name in waiting}
-        result = self._forward_observed(calibrations.values(), ffn_input, *args, **kwargs)
-        for name, calibration in calibrations.items():
-            statistics = calibration.finish()
-            self.initialize(
-                name, self.make_rows(name, statistics) if self.is_empty(name) else None, statistics
-            )
-            self._calibrated.add(name)
-        return result
+    def _list_waiting(self, names: list[str]) -> list[str]:
+        """Return the memories that this forward calibrates."""
+        if not torch.is_grad_enabled():
+            return []
+        waiting = []
+        for name in names:
+            if name in self._made_rows:
+                self._check_made_rows(name)
+            if not self.needs_calibration(name):
+                continue
+            if self.has_learned(name):
+                # Calibrating would lose what it has learned: the rows and the scale stay.
+                self.locas_calibrated[name].fill_(1.0)
+                self._waits[name] = False
+            else:
+                waiting.append(name)
+        return waiting
+
+    def _check_made_rows(self, adapter_name: str) -> None:
+        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written
+        # there is lost. An optimizer's step cannot turn the rows away: values of zero give them
+        # none.
+        made = self._made_rows.pop(adapter_name)
+        up = self.locas_up[adapter_name].weight.detach()
+        if torch.cosine_similarity(up.float(), made.float(), dim=-1).mean() < 0.5:
+            raise make_sharded_error(adapter_name)
 
     def _check_replica(self) -> None:
-        # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
-        # are the original's.
-        if self.training and any(map(self.needs_calibration, self._memories(self.active_adapters))):
+        # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is
+        # lost, and its hooks are the original's.
+        if self._list_waiting(self._select_memories(self.active_adapters)):
             problem = "a memory cannot calibrate itself under DataParallel"
-            remedy = (
-                "calibrate(model, batches) first, or train with DistributedDataParallel (torchrun)."
-            )
-            raise ValueError(f"{problem}: {remedy}")
+            remedy = "calibrate(model, batches) first, or train with DistributedDataParallel"
+            raise ValueError(f"{problem}: {remedy} (torchrun).")
         if self.ffn.is_flat:
-            what = (
-                f"{self.name} cannot run under DataParallel, since its FFN has no module of its own"
-            )
-            raise ValueError(
-                f"{what}: train with DistributedDataParallel (torchrun), or on one device."
-            )
+            problem = f"{self.name} cannot run under DataParallel"
+            reason = "since its FFN has no module of its own"
+            remedy = "train with DistributedDataParallel (torchrun), or on one device."
+            raise ValueError(f"{problem}, {reason}: {remedy}")
+
+    # ---------------------------------------------------------------- norm clip
+
+    def clip_(self, adapter_name: str) -> None:
+        """Project a memory's rows and columns into the ball of radius `max_slot_norm`, in place."""
+        max_norm = self.locas_config[adapter_name].max_slot_norm
+        if max_norm is not None:
+            weights = self.weights(adapter_name)
+            self._norm_clip(adapter_name).clip_(weights, _list_dims(weights), max_norm)
+
+    def keep_weights(self, adapter_name: str) -> None:
+        """Take a memory's weights as clipped ones, after they were written back in place."""
+        self._forget(adapter_name)
+
+    def clip_before_use(self, adapter_name: str) -> None:
+        """Clip a memory before a forward, unless its weights cannot have changed since the last."""
+        max_norm = self.locas_config[adapter_name].max_slot_norm
+        if max_norm is None:
+            return
+        weights = self.weights(adapter_name)
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and weights[-1].requires_grad:
+                clip_traced_(weights, _list_dims(weights), max_norm)
+        elif self._norm_clip(adapter_name).is_due(weights):
+            self.clip_(adapter_name)
+
+    def prepare_shards(self) -> None:
+        """Before a forward of the host: if the memories are sharded, clip the shards.
+
+        In the forward itself there are gathered copies, in which writes are lost.
+        """
+        names = self._select_memories(self.active_adapters)
+        self._is_sharded = any(_is_shard(self.locas_up[name].weight) for name in names)
+        if not self._is_sharded or self.disable_adapters or self.merged:
+            return
+        waiting = self._list_waiting(names)
+        if waiting:
+            raise make_sharded_error(waiting[0])
+        for name in names:
+            self.clip_before_use(name)
+
+    def _norm_clip(self, adapter_name: str) -> NormClip:
+        return self._norm_clips.setdefault(adapter_name, NormClip())
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        # What is saved is clipped; the projections are saved after the layer's own tensors.
+        for name in self.locas_config:
+            self.clip_(name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name in self.locas_config:
+            if f"{prefix}locas_up.{name}.weight" in state_dict:
+                self._forget(name)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the FFN's output plus the active memories' outputs, in the host's dtype.
+
+        Args:
+            hidden_states: the wrapped module's input: A `[B, T, D]`, or M `[..., F]` of a flat FFN.
+            args: the wrapped module's other arguments.
+            kwargs: also `adapter_names`, one memory's name or "__base__" for each row of the batch.
+
+        Returns:
+            `[B, T, D]`, or `[..., D]` of a flat FFN.
+        """
+        adapter_names = kwargs.pop("adapter_names", None)
+        ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states
+        self._ffn_input = None
+        if self.calibration is not None:
+            return self._observe([self.calibration], ffn_input, hidden_states, *args, **kwargs)
+        memories = self._choose_memories(adapter_names, ffn_input)
+        if not memories:
+            return self.base_layer(hidden_states, *args, **kwargs)
+        is_mixed = adapter_names is not None and len(set(adapter_names)) > 1
+        waiting = [] if is_mixed else self._list_waiting(memories)
+        if waiting:
+            result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
+        else:
+            result = self.base_layer(hidden_states, *args, **kwargs)
+        for name in memories:
+            if not self._is_sharded:
+                self.clip_before_use(name)
+        if is_mixed:
+            return add_by_row(self, adapter_names, ffn_input, result)
+        for name in memories:
+            result = result + self.recall([name], ffn_input).to(result.dtype)
+        if self.recorder is not None and torch.is_grad_enabled():
+            if not result.requires_grad:
+                result = result.detach().requires_grad_()
+            self.recorder(ffn_input, result)
+        return result
+
+    def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
+        """Return the memories that take part in a forward, each once."""
+        if getattr(self, "_is_replica", False):
+            self._check_replica()
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return []
+        if adapter_names is not None:
+            check_adapter_names(self, adapter_names, ffn_input)
+            return self._select_memories(dict.fromkeys(adapter_names))
+        return [] if self.merged else self._select_memories(self.active_adapters)
+
+    def _select_memories(self, adapter_names: Iterable[str]) -> list[str]:
+        return [name for name in adapter_names if name in self.locas_up]
+
+    def recall(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
+        """Return tau * Wdown M, the output of a memory, `[..., D]`, for A `[..., D]`.
+
+        With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
+        """
+        down = self._projection(self.locas_down, adapter_names)
+        scales = [self.scale(name) for name in adapter_names]
+        return _scale(down(self.activate(adapter_names, ffn_input)), scales)
+
+    def activate(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
+        """Return M, the activations of a memory's slots, `[..., R]` in its dtype.
+
+        The arguments are those of `recall`.
+        """
+        dtype = self.locas_up[adapter_names[0]].weight.dtype
+        ffn_input = self._cast_input_dtype(ffn_input, dtype)
+        k = [self.locas_input_scale[name] for name in adapter_names]
+        up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
+        if not self.ffn.gated:
+            return self.ffn.act(up)
+        gate = _scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)
+        return self.ffn.act(gate) * up
+
+    @staticmethod
+    def _projection(
+        modules: nn.ModuleDict, adapter_names: Sequence[str]
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a memory's projection, or one batched product with those of several memories."""
+        if len(adapter_names) == 1:
+            return modules[adapter_names[0]]
+        weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
+        return lambda inputs: inputs @ weights.mT
+
+    def scale(self, adapter_name: str) -> Tensor:
+        """Return the factor on a memory's output, float32: `saved_scale` times the multiplier."""
+        return self.saved_scale(adapter_name) * self.locas_multiplier.get(adapter_name, 1.0)
+
+    def saved_scale(self, adapter_name: str) -> Tensor:
+        """Return tau times the config's `scaling`, a float32 scalar."""
+        return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
@@ -348,26 +492,32 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return a memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down `[D, R]`, all scaled."""
-        weights = [module.weight for module in self.projections(adapter_name)]
-        return scale_neurons(
-            weights, self.locas_input_scale[adapter_name], self.scale(adapter_name)
-        )
+        """Return a memory as neurons of the host, clipped and scaled.
+
+        Returns:
+            gate `[R, D]`, or `None` for a two-layer memory; up `[R, D]`; down `[D, R]`.
+        """
+        self.clip_(adapter_name)
+        k = self.locas_input_scale[adapter_name]
+        return scale_neurons(self.weights(adapter_name), k, self.scale(adapter_name))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Append memories (`None`: the active ones) to the host FFN as R neurons each, or raise a `ValueError`.
+        """Append memories to the host's FFN as R neurons each. `unmerge` restores its bits.
 
-        `unmerge` restores the base's weights bit for bit. `safe_merge` refuses values that are not finite.
+        Args:
+            safe_merge: whether to refuse values that are not finite in the host's dtype.
+            adapter_names: the memories; `None` for the active ones.
+
+        Raises:
+            ValueError: where a memory cannot be merged (`check_mergeable`), or is not finite.
         """
-        for name in self._memories(check_adapters_to_merge(self, adapter_names)):
+        for name in self._select_memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
-            neurons = self.neurons(name)
-            if safe_merge and not all(
-                part.isfinite().all() for part in neurons if part is not None
-            ):
-                raise ValueError(
-                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
-                )
+            neurons = self.ffn.fit_neurons(*self.neurons(name))
+            finite = all(part is None or part.isfinite().all() for part in neurons)
+            if safe_merge and not finite:
+                problem = "NaNs detected in the merged weights."
+                raise ValueError(f"{problem} The adapter {name} seems to be broken")
             self.ffn.widen(*neurons)
             self.merged_adapters.append(name)
 
@@ -376,28 +526,23 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.check_exportable(adapter_name)
         obstacle = self.ffn.find_obstacle()
         if obstacle:
-            way_out = (
-                ""
-                if isinstance(self.ffn, HostMixture)
-                else "; or use the memory without merging it"
-            )
+            way_out = "; or use the memory without merging it"
+            if isinstance(self.ffn, HostMixture):
+                way_out = ""
             raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
 
     def check_exportable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host has another adapter."""
         if adapter_name in self.locas_multiplier:
-            rule, got = (
-                f"'{adapter_name}' cannot be merged inside rescale()",
-                self.locas_multiplier[adapter_name],
-            )
-            remedy = "merge it outside, or set the config's scaling."
-            raise ValueError(f"the memory {rule}, got the multiplier {got}: {remedy}")
+            problem = f"the memory '{adapter_name}' cannot be merged inside rescale()"
+            got = f"got the multiplier {self.locas_multiplier[adapter_name]}"
+            raise ValueError(f"{problem}, {got}: merge it outside, or set the config's scaling.")
         adapter = self.ffn.find_other_adapter()
         if adapter:
             raise ValueError(f"cannot merge into {self.name}: {adapter}.")
 
     def unmerge(self) -> None:
-        """Remove all merged memories from the host FFN, whose weights are then those of before, bit for bit."""
+        """Remove all merged memories from the host's FFN, which is then as before, bit for bit."""
         if self.merged_adapters:
             self.ffn.narrow(self.base_width)
             self.merged_adapters.clear()
@@ -411,12 +556,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     # ----------------------------------------------------------- PEFT's interface
 
-    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module):
-        # An FFN has no weight of its own: take its down projection's, quantised or not, or its experts'. Offloaded
-        # weights are on the meta device between forwards; the memory stays on the device that computes.
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple:
+        # An FFN has no weight of its own: take its down projection's, quantised or not, or its
+        # experts'. Offloaded weights are on the meta device between forwards; the memory stays on
+        # the device that computes.
         if isinstance(self.ffn, HostMixture):
-            module, weight = self.ffn.experts, self.ffn.experts.down_proj
-            device, dtype = weight.device, weight.dtype
+            module = self.ffn.experts
+            device = module.down_proj.device
+            dtype = module.down_proj.dtype
         else:
             module = self.ffn.down
             device, dtype = super()._get_base_layer_device_and_dtype(module)
@@ -429,12 +576,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
         # PEFT also casts what it moves to the base's dtype: the scales stay float32.
-        scales = [
-            (scales, scales[adapter_name]) for scales in (self.locas_input_scale, self.locas_tau)
-        ]
+        dicts = (self.locas_input_scale, self.locas_tau, self.locas_calibrated)
+        scales = [scales[adapter_name] for scales in dicts]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         weight = self.locas_up[adapter_name].weight
-        for dictionary, scale in scales:
+        for dictionary, scale in zip(dicts, scales, strict=True):
             dictionary[adapter_name] = scale if weight.is_meta else scale.to(weight.device)
 
     def __getattr__(self, name: str) -> Any:
@@ -450,18 +596,42 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return "locas." + super().__repr__()
 
 
+def make_sharded_error(adapter_name: str) -> ValueError:
+    """Return the error for a memory that would calibrate itself while the model is sharded."""
+    problem = f"a forward cannot calibrate the memory '{adapter_name}', since the model is sharded"
+    remedy = "calibrate(model, batches) before it is"
+    return ValueError(f"{problem}: {remedy} (before Trainer, accelerator.prepare or fully_shard).")
+
+
 def scale_neurons(
     weights: Sequence[Tensor], k: Tensor | float, tau: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return a memory's weights, gate (if gated), up and down, times their scales; the gate is `None` without one."""
-    scales = [*[k] * (len(weights) - 1), tau]
-    *rows, down = (
-        (w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True)
-    )
-    return rows[0] if len(rows) > 1 else None, rows[-1], down
+    """Return a memory's weights times their scales.
+
+    Args:
+        weights: gate (if gated) and up, `[R, D]`, and down, `[D, R]`.
+        k: the scale of the input, which multiplies the rows.
+        tau: the scale of the output, which multiplies the columns.
+
+    Returns:
+        gate, or `None` without one; up; down; in the weights' dtypes.
+    """
+    *rows, down = weights
+    rows = [(row.float() * k).to(row.dtype) for row in rows]
+    gate = rows[0] if len(rows) > 1 else None
+    return gate, rows[-1], (down.float() * tau).to(down.dtype)
+
+
+def _list_dims(weights: Sequence[Tensor]) -> list[int]:
+    """Return along which dimension the slots of a memory's weights lie."""
+    return [ROWS] * (len(weights) - 1) + [COLUMNS]
+
+
+def _is_shard(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) or weight.dim() < 2
 
 
 def _scale(tensor: Tensor, scales: list[Tensor]) -> Tensor:
-    """Multiply a tensor by one memory's scale, or `[N, T, ...]` by the scales of N memories; the dtype stays."""
+    """Multiply by one memory's scale, or `[N, T, ...]` by those of N memories; the dtype stays."""
     factor = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
     return (tensor * factor).to(tensor.dtype)

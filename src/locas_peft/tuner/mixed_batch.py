@@ -1,4 +1,4 @@
-"""Batches whose rows use different memories: PEFT's `adapter_names`, one memory or "__base__" for each row."""
+"""Batches whose rows use different memories: PEFT's `adapter_names`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ if TYPE_CHECKING:
 
 
 def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor) -> None:
-    """Raise a `ValueError` if the layer has merged memories, or there is not one name for each row of the batch."""
+    """Check the names of a batch.
+
+    Args:
+        layer: the layer that is given the batch.
+        adapter_names: a name for each row.
+        ffn_input: A, `[B, T, D]`, or `[B * T, D]` of a flat FFN.
+
+    Raises:
+        ValueError: where the layer has merged memories, or there is not one name for each row.
+    """
     if layer.merged:
         rule = "Cannot pass `adapter_names` when there are merged adapters"
         raise ValueError(f"{rule}, please call `unmerge_adapter` first.")
-    inputs, names = len(ffn_input), len(adapter_names)
-    if inputs % names or (
-        ffn_input.dim() > 2 and inputs != names
-    ):  # the input of a flat FFN is [B * T, D]
+    inputs = len(ffn_input)
+    names = len(adapter_names)
+    if inputs % names or (ffn_input.dim() > 2 and inputs != names):
         rule = "Length of `adapter_names` should be the same as the number of inputs"
         raise ValueError(f"{rule}, but got {names} and {inputs} respectively.")
 
@@ -27,9 +35,13 @@ def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: 
 def add_by_row(
     layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor
 ) -> Tensor:
-    """Return the FFN's output plus, for each row of the batch, the output of the memory of that name.
+    """Return the FFN's output plus, for each row of the batch, the output of its memory.
 
-    `ffn_input` is A and `result` FFN(A), both `[B, T, D]`, or `[B * T, D]` of a flat FFN.
+    Args:
+        layer: the layer that has the memories.
+        adapter_names: a name for each row.
+        ffn_input: A, `[B, T, D]`, or `[B * T, D]` of a flat FFN.
+        result: FFN(A), of the same shape.
     """
     batch = len(adapter_names)
     inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
@@ -49,14 +61,18 @@ def add_by_row(
 def _group_rows(layer: LocasLayer, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
     """Group the rows of a batch whose memories have one shape, dtype and number of rows.
 
-    Each group has its memories and their rows, those of the first memory first. A row without a memory has no group.
+    Returns:
+        For each group its memories, and their rows, those of the first memory first. A row without
+        a memory is in no group.
     """
     rows: dict[str, list[int]] = {}
     for row, name in enumerate(adapter_names):
         if name in layer.locas_up:
             rows.setdefault(name, []).append(row)
-    groups: dict[tuple, list[str]] = {}
-    for name in rows:
+    groups: dict[tuple, tuple[list[str], list[int]]] = {}
+    for name, rows_of_name in rows.items():
         up = layer.locas_up[name].weight
-        groups.setdefault((up.shape, up.dtype, len(rows[name])), []).append(name)
-    return [(names, [row for name in names for row in rows[name]]) for names in groups.values()]
+        names, rows_of_group = groups.setdefault((up.shape, up.dtype, len(rows_of_name)), ([], []))
+        names.append(name)
+        rows_of_group += rows_of_name
+    return list(groups.values())

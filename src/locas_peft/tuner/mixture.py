@@ -1,22 +1,27 @@
-"""A mixture-of-experts block of the host, seen as one FFN: its neurons, and how R more of them are merged into it.
+"""A mixture-of-experts block of the host, seen as one FFN: its neurons, and how R more are merged.
 
-With A the block's input, E experts of F neurons each, and w_e(A) the routing weight of expert e, zero where the router
-does not choose it,
+With A the block's input, E experts of F neurons each, and w_e(A) the routing weight of expert e,
+zero where the router does not choose it,
 
     block(A) = sum over e of w_e(A) FFN_e(A)  +  s(A) FFN_shared(A)
 
-where the shared expert may be missing and s is 1 or a sigmoid. A memory stands beside the whole block. The slots that
-it can clone are the neurons of all experts: e F + j is neuron j of expert e, and the shared expert's follow. Their
-activations are weighted by w_e and s, as their outputs are. Merging a memory whose output is Wdown M is exact where
+where the shared expert may be missing and s is 1 or a sigmoid. A memory stands beside the whole
+block. The slots that it can clone are the neurons of all experts: e F + j is neuron j of expert e,
+and the shared expert's follow. Their activations are weighted by w_e and s, as their outputs are.
+Merging a memory whose output is Wdown M is exact where
 - the shared expert is always on with s = 1: it becomes R neurons wider;
-- or the routing weights of each token add up to one constant c: every expert gets the same R neurons, with Wdown / c.
+- or the routing weights of each token add up to one constant c: every expert gets the same R
+neurons,
+  with Wdown / c.
 
-The experts' weights are those of transformers 5: gate_up_proj `[E, 2 F, D]` and down_proj `[E, D, F]`.
+The experts' weights are those of transformers 5: gate_up_proj `[E, 2 F, D]`, down_proj `[E, D, F]`.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -28,61 +33,62 @@ from .modules import evaluating
 
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"
-ALIGNMENT = 8  # widths of experts stay multiples: the grouped products of transformers need rows of 16 bytes
+# Widths of experts stay multiples: the grouped products of transformers need rows of 16 bytes.
+ALIGNMENT = 8
+# What `_recording` fills in, by the names that the experts' arguments have here.
+Record = dict[str, Tensor]
 
 
 class HostMixture:
     """One mixture's block of the host, with the interface of `HostFFN`.
 
-    `owner` has the experts, and the shared expert if there is one, as attributes; a `ValueError` is raised where they
-    are of an unknown structure. `name` is for messages.
+    Args:
+        owner: the block, which has the experts, and the shared expert if there is one, as
+        attributes.
+        name: its name, for messages.
+
+    Raises:
+        ValueError: where the experts are of an unknown structure.
     """
 
     gated = True
     is_flat = False
-    parts = None  # the names of a dense FFN's parts
+    # The names of a dense FFN's parts.
+    parts = None
 
     def __init__(self, owner: nn.Module, name: str = "") -> None:
-        self.owner, self.name, experts = owner, name or type(owner).__name__, owner.experts
-        self._wrapped = isinstance(experts, BaseTunerLayer)
-        self.experts = experts.get_base_layer() if self._wrapped else experts
-        gate_up, down = (
-            getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj")
-        )
+        self.owner = owner
+        self.name = name or type(owner).__name__
+        self._is_wrapped = isinstance(owner.experts, BaseTunerLayer)
+        self.experts = owner.experts.get_base_layer() if self._is_wrapped else owner.experts
         self.act = getattr(self.experts, "act_fn", None)
-        fused = all(isinstance(part, Tensor) and part.dim() == 3 for part in (gate_up, down))
-        if (
-            not fused
-            or not callable(self.act)
-            or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1])
-        ):
-            raise ValueError(
-                f"{self.name} ({type(owner).__name__}) has experts of an unknown structure."
-            )
-        self.hidden_size = down.shape[1]
-        children = ((part, getattr(owner, part, None)) for part in SHARED_EXPERTS)
-        known = list_known_parts()
-        shared = (
-            find_dense(child, f"{self.name}.{part}", known)
-            for part, child in children
-            if child is not None
-        )
-        self.shared: HostFFN | None = next(shared, None)
+        if not callable(self.act) or not _has_fused_weights(self.experts):
+            kind = type(owner).__name__
+            raise ValueError(f"{self.name} ({kind}) has experts of an unknown structure.")
+        self.hidden_size = self.experts.down_proj.shape[1]
+        self.shared = self._find_shared()
         self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
+
+    def _find_shared(self) -> HostFFN | None:
+        for part in SHARED_EXPERTS:
+            child = getattr(self.owner, part, None)
+            if child is not None:
+                return find_dense(child, f"{self.name}.{part}", list_known_parts())
+        return None
 
     @property
     def expert_width(self) -> int:
-        """The current F of an expert, merged memories included."""
+        """Return the current F of an expert, merged memories included."""
         return self.experts.down_proj.shape[2]
 
     @property
     def widens_shared(self) -> bool:
-        """Return whether memories are merged into the shared expert, which is always on with weight 1."""
+        """Return whether memories are merged into the shared expert, which has the weight 1."""
         return self.shared is not None and self._shared_gate is None
 
     @property
     def width(self) -> int:
-        """Return the current width of what merging widens: the shared expert, or each of the experts."""
+        """Return the width of what merging widens: the shared expert, or each of the experts."""
         return self.shared.width if self.widens_shared else self.expert_width
 
     @property
@@ -92,27 +98,26 @@ class HostMixture:
         return routed if self.shared is None else routed + self.shared.width
 
     def merged_width(self, r: int) -> int:
-        """Return by how many neurons merging a memory of R slots widens the block, those of zeros included."""
+        """Return by how many neurons, also of zeros, merging R slots widens the block."""
         return r if self.widens_shared else math.ceil(r / ALIGNMENT) * ALIGNMENT
 
     def slots_at(self, width: int) -> int:
         """Return how many neurons there are when `width` has become this."""
-        return self.slots + (width - self.width) * (
-            1 if self.widens_shared else len(self.experts.down_proj)
-        )
+        widened = 1 if self.widens_shared else len(self.experts.down_proj)
+        return self.slots + (width - self.width) * widened
 
     @torch.no_grad()
     def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the gate rows and the up rows of slots, `LongTensor [R]`: `[R, D]` float32 each."""
-        width, routed = self.expert_width, len(self.experts.down_proj) * self.expert_width
+        width = self.expert_width
+        routed = len(self.experts.down_proj) * width
         with align_module_device(self.experts):
             weight = self.experts.gate_up_proj
             slots = slots.to(weight.device)
-            expert, neuron = (
-                slots.clamp(max=routed - 1) // width,
-                slots.clamp(max=routed - 1) % width,
-            )
-            gate, up = weight[expert, neuron].float(), weight[expert, width + neuron].float()
+            expert = slots.clamp(max=routed - 1) // width
+            neuron = slots.clamp(max=routed - 1) % width
+            gate = weight[expert, neuron].float()
+            up = weight[expert, width + neuron].float()
         of_shared = slots >= routed
         if of_shared.any():
             gate[of_shared], up[of_shared] = self.shared.gate_and_up_rows(slots[of_shared] - routed)
@@ -132,40 +137,47 @@ class HostMixture:
 
     @contextmanager
     def observing(self, callback: Callable[[SumActivity, Tensor], None]) -> Iterator[None]:
-        """Call the callback with the activity and the output of each forward in the context (see `HostFFN`)."""
+        """Call a function in each forward within the context; see `HostFFN.observing`."""
         with self._recording() as record:
 
             def finish(module: nn.Module, args: tuple, output: Tensor) -> None:
-                callback(_sum_activity(self, dict(record)), output)
+                callback(partial(_sum_activity, self, dict(record)), output)
 
             with self.owner.register_forward_hook(finish):
                 yield
 
     @contextmanager
-    def _recording(self) -> Iterator[dict[str, Tensor]]:
+    def _recording(self) -> Iterator[Record]:
         """Fill a dict in each forward of N tokens, k experts for each.
 
-        The experts' "inputs" `[N, D]`, "chosen" `LongTensor [N, k]`, "weights" `[N, k]`, and their output "routed"
-        `[N, D]`. The shared expert's M, "activation" `[N, F]`, and its output "shared" `[N, D]`.
+        The experts' "inputs" `[N, D]`, "chosen" `LongTensor [N, k]`, "weights" `[N, k]`, and their
+        output "routed" `[N, D]`. The shared expert's M, "activation" `[N, F]`, and its output
+        "shared" `[N, D]`.
         """
-        record: dict[str, Tensor] = {}
+        record: Record = {}
 
-        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            record.update(
-                zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False)
-            )
+        def keep_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            names = ("inputs", "chosen", "weights")
+            record.update(zip(names, (*args, *kwargs.values()), strict=False))
 
-        def after(module: nn.Module, args: tuple, output: Tensor) -> None:
-            record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
+        def keep_routed(module: nn.Module, args: tuple, output: Tensor) -> None:
+            record["routed"] = output
 
-        with ExitStack() as hooks:
-            hooks.enter_context(self.experts.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(
-                self.experts.register_forward_hook(lambda *given: record.update(routed=given[-1]))
-            )
-            if self.shared is not None:
-                hooks.enter_context(self.shared.down.register_forward_hook(after))
+        def keep_shared(module: nn.Module, args: tuple, output: Tensor) -> None:
+            record["activation"] = args[0].flatten(0, -2)
+            record["shared"] = output.flatten(0, -2)
+
+        handles = [
+            self.experts.register_forward_pre_hook(keep_arguments, with_kwargs=True),
+            self.experts.register_forward_hook(keep_routed),
+        ]
+        if self.shared is not None:
+            handles.append(self.shared.down.register_forward_hook(keep_shared))
+        try:
             yield record
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def shared_weight(self, inputs: Tensor) -> Tensor | float:
         """Return s, `[N, 1]` or 1, from the block's input `[N, D]`."""
@@ -175,62 +187,72 @@ class HostMixture:
         """Return a message if what merging widens has an adapter, or `None`."""
         if self.widens_shared:
             return self.shared.find_other_adapter()
-        return (
-            "the experts carry another adapter: merge or unload that one first"
-            if self._wrapped
-            else None
-        )
+        if self._is_wrapped:
+            return "the experts carry another adapter: merge or unload that one first"
+        return None
 
     def find_obstacle(self) -> str | None:
         """Return the reason why no memory can be merged into the block, or `None`."""
         if self.widens_shared:
             return self.shared.find_obstacle()
-        names = ("gate_up_proj", "down_proj")
-        obstacles = (
-            find_weight_obstacle(name, self.experts, getattr(self.experts, name)) for name in names
-        )
-        obstacle = self.find_other_adapter() or next(filter(None, obstacles), None)
+        obstacle = self.find_other_adapter()
+        for name in ("gate_up_proj", "down_proj"):
+            if obstacle is None:
+                weight = getattr(self.experts, name)
+                obstacle = find_weight_obstacle(name, self.experts, weight)
         if obstacle is None and self.routing_sum() is None:
-            shared = (
-                "its shared expert is gated"
-                if self.shared is not None
-                else "it has no shared expert"
-            )
-            weights = "the routing weights of its experts do not add up to a constant"
-            return f"{weights}, and {shared}: keep the memory as an adapter"
+            problem = "the routing weights of its experts do not add up to a constant"
+            shared = "it has no shared expert"
+            if self.shared is not None:
+                shared = "its shared expert is gated"
+            return f"{problem}, and {shared}: keep the memory as an adapter"
         return obstacle
 
     def routing_sum(self) -> float | None:
-        """Return the constant c that the routing weights of each token add up to, or `None` where they vary."""
+        """Return c, what the routing weights of each token add up to, or `None` where they vary."""
         _, record = self._run_random_tokens(256)
         sums = record["weights"].double().sum(dim=-1)
         mean = sums.mean().item()
         tolerance = max(1e-4, 2 * torch.finfo(record["weights"].dtype).eps)
-        if not (sums / mean - 1).abs().max() <= tolerance:  # also where they are not finite
+        # Negated, so that values that are not finite vary, too.
+        if not (sums / mean - 1).abs().max() <= tolerance:
             return None
         return 1.0 if abs(mean - 1) <= tolerance else mean
 
+    def fit_neurons(
+        self, gate: Tensor, up: Tensor, down: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return R neurons as `widen` appends them, which then add what they add beside the block.
+
+        Gate and up are `[R, D]`, down `[D, R]`; the result is in the host's dtype.
+        """
+        if self.widens_shared:
+            return self.shared.fit_neurons(gate, up, down)
+        dtype = self.experts.down_proj.dtype
+        down = (down.float() / self.routing_sum()).to(down.dtype)
+        return gate.to(dtype), up.to(dtype), down.to(dtype)
+
     @torch.no_grad()
     def widen(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        """Append R neurons that add what they would add beside the block: gate and up `[R, D]`, down `[D, R]`.
-
-        `narrow` restores the block bit for bit.
-        """
+        """Append R neurons of `fit_neurons`; `narrow` restores the block bit for bit."""
         if self.widens_shared:
             self.shared.widen(gate, up, down)
         else:
-            self._append(gate, up, (down.float() / self.routing_sum()).to(down.dtype))
+            self._append(gate, up, down)
 
     def _append(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj
-        count, first_up = len(columns), self.expert_width
+        """Append neurons to each expert, and neurons of zeros up to the alignment."""
+        gate_up = self.experts.gate_up_proj
+        columns = self.experts.down_proj
         zeros = self.merged_width(len(up)) - len(up)
-        gate, up = (nn.functional.pad(part, (0, 0, 0, zeros)) for part in (gate, up))
-        down = nn.functional.pad(down, (0, zeros))
-        gate, up, down = (
-            part.to(columns.device, columns.dtype).expand(count, -1, -1)
-            for part in (gate, up, down)
-        )
+        parts = [
+            nn.functional.pad(gate, (0, 0, 0, zeros)),
+            nn.functional.pad(up, (0, 0, 0, zeros)),
+            nn.functional.pad(down, (0, zeros)),
+        ]
+        parts = [part.to(columns.device, columns.dtype) for part in parts]
+        gate, up, down = (part.expand(len(columns), -1, -1) for part in parts)
+        first_up = self.expert_width
         gate_up.data = torch.cat([gate_up[:, :first_up], gate, gate_up[:, first_up:], up], dim=1)
         columns.data = torch.cat([columns, down], dim=2)
         self._refresh_experts()
@@ -261,64 +283,77 @@ class HostMixture:
                 setattr(self.experts, name, self.expert_width)
 
     def is_sum_of_experts(self) -> bool:
-        """Return whether the block computes the sum of its experts, on random tokens; True without weights."""
+        """Return whether the block is the sum of its experts, on random tokens; True on meta."""
         if any(parameter.is_meta for parameter in self.owner.parameters()):
             return True
         output, record = self._run_random_tokens(16)
         if not isinstance(output, Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
             return False
-        inputs, expected = record["inputs"], torch.zeros_like(record["routed"], dtype=torch.float32)
+        inputs = record["inputs"]
+        expected = torch.zeros_like(record["routed"], dtype=torch.float32)
         with torch.no_grad():
             for expert, token, weight in _list_choices(record):
-                out = nn.functional.linear(
-                    self.activate(expert, inputs[token]), self.experts.down_proj[expert]
-                )
+                activation = self.activate(expert, inputs[token])
+                out = nn.functional.linear(activation, self.experts.down_proj[expert])
                 expected.index_add_(0, token, (out * weight[:, None]).float())
             if self.shared is not None:
                 expected += (self.shared_weight(inputs) * record["shared"]).float()
-        return bool((output.flatten(0, -2).float() - expected).norm() <= 0.02 * expected.norm())
+        error = (output.flatten(0, -2).float() - expected).norm()
+        return bool(error <= 0.02 * expected.norm())
 
     def activate(self, expert: int, inputs: Tensor) -> Tensor:
         """Return the activations `[N, F]` of an expert's neurons for its inputs `[N, D]`."""
         gate, up = nn.functional.linear(inputs, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
         return self.act(gate) * up
 
-    def _run_random_tokens(self, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the block's output for random tokens, so many of each of three lengths, and what was recorded."""
-        # Routing weights that are not normalised grow with the router's logits, and those with a token's length.
+    def _run_random_tokens(self, count: int) -> tuple[Tensor, Record]:
+        """Run the block on random tokens, so many of each of three lengths.
+
+        Routing weights that are not normalised grow with the router's logits, and those with a
+        token's length.
+
+        Returns:
+            The block's output, and what `_recording` recorded.
+        """
         weight = self.experts.down_proj
-        tokens = torch.randn(3, count, self.hidden_size, generator=torch.Generator().manual_seed(0))
-        tokens = (tokens * torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)).to(
-            weight.device, weight.dtype
-        )
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randn(3, count, self.hidden_size, generator=generator)
+        lengths = torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)
+        tokens = (tokens * lengths).to(weight.device, weight.dtype)
         with torch.no_grad(), evaluating(self.owner), self._recording() as record:
             output = self.owner(tokens)
         return output, record
 
 
-def _list_choices(record: dict[str, Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each chosen expert with the tokens that chose it, `LongTensor [n]`, and its weights there, `[n]`."""
+def _has_fused_weights(experts: nn.Module) -> bool:
+    gate_up = getattr(experts, "gate_up_proj", None)
+    down = getattr(experts, "down_proj", None)
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return False
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return False
+    return gate_up.shape == (len(down), 2 * down.shape[2], down.shape[1])
+
+
+def _list_choices(record: Record) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each chosen expert with its tokens, `LongTensor [n]`, and its weights there, `[n]`."""
     for expert in record["chosen"].unique().tolist():
         token, choice = torch.where(record["chosen"] == expert)
         yield expert, token, record["weights"][token, choice]
 
 
-def _sum_activity(mixture: HostMixture, record: dict[str, Tensor]) -> SumActivity:
-    """Return the function that sums the weighted |M| of a recorded forward over tokens."""
-
-    def sum_activity(kept: Tensor | None) -> Tensor:
-        inputs, width = record["inputs"], mixture.expert_width
-        kept = torch.ones(len(inputs), device=inputs.device) if kept is None else kept.float()
-        activity = torch.zeros(mixture.slots, device=inputs.device)
-        with align_module_device(mixture.experts):
-            for expert, token, weight in _list_choices(record):
-                activation = mixture.activate(expert, inputs[token]).abs().float()
-                activity[expert * width :][:width] = (weight.float() * kept[token]) @ activation
-        if mixture.shared is not None:
-            weight = mixture.shared_weight(inputs) * kept[:, None]
-            activity[-mixture.shared.width :] = (weight.float() * record["activation"].abs()).sum(
-                dim=0
-            )
-        return activity
-
-    return sum_activity
+def _sum_activity(mixture: HostMixture, record: Record, kept: Tensor | None) -> Tensor:
+    """Return the sum of the weighted |M| of a recorded forward over tokens; see `SumActivity`."""
+    inputs = record["inputs"]
+    width = mixture.expert_width
+    is_kept = torch.ones(len(inputs), device=inputs.device) if kept is None else kept.float()
+    activity = torch.zeros(mixture.slots, device=inputs.device)
+    with align_module_device(mixture.experts):
+        for expert, token, weight in _list_choices(record):
+            activation = mixture.activate(expert, inputs[token]).abs().float()
+            activity[expert * width :][:width] = (weight.float() * is_kept[token]) @ activation
+    if mixture.shared is not None:
+        weight = mixture.shared_weight(inputs) * is_kept[:, None]
+        weighted = weight.float() * record["activation"].abs()
+        activity[-mixture.shared.width :] = weighted.sum(dim=0)
+    return activity

@@ -23,11 +23,13 @@ from .config import LocasConfig
 from .errors import invalid
 from .ffn import describe_children, forbid_packing
 from .finding import AnyFFN, find_ffns, find_unknown_experts
+from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
 from .memory_file import one_line
 from .modules import remember_modules
+from .norm_clip import COLUMNS, ROWS, exceeds
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 HOST_PROPERTIES = ("model_type", "ffns", "hidden_size", "gated", "activation")
@@ -48,7 +50,7 @@ class LocasModel(BaseTuner):
 
     # The model's FFNs, found at the start of an injection.
     _ffns: dict[str, AnyFFN] = {}
-    _mask_hook = None
+    _hooks: HostHooks | None = None
 
     # ---------------------------------------------------------------- injection
 
@@ -66,8 +68,9 @@ class LocasModel(BaseTuner):
         except Exception:
             restore()
             raise
-        if self._mask_hook is None:
-            self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = HostHooks(model)
 
     def _give_own_config(self, adapter_name: str) -> None:
         """Copy a config that another memory has too: each memory needs its own record of slots."""
@@ -267,8 +270,8 @@ class LocasModel(BaseTuner):
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
         widen_to(groups, model, config)
-        self._mask_hook.remove()
-        self._mask_hook = None
+        self._hooks.remove()
+        self._hooks = None
         return model
 
     def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
@@ -372,7 +375,8 @@ class LocasModel(BaseTuner):
             raise ValueError(
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
-        if not _has_rows(state):
+        if _is_empty(state, config):
+            what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
             warnings.warn(
                 f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, "
                 "and calibrates itself at its first training step.",
@@ -388,6 +392,8 @@ class LocasModel(BaseTuner):
             model, config, adapter_name, state_dict
         )
         _add_input_scales(remapped, config)
+        _add_calibrated_flags(remapped)
+        _keep_long_rows(remapped, config)
         check_tensors(model, adapter_name, config, remapped)
         return remapped
 
@@ -462,11 +468,43 @@ def _check_can_be_padded(group: WidthGroup) -> None:
             )
 
 
-def _has_rows(state: dict[str, Tensor]) -> bool:
-    for key, tensor in state.items():
-        if ".locas_up." in key and (tensor.is_meta or tensor.any()):
-            return True
-    return False
+def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
+    """Return whether a memory that is saved still waits for its rows, or for its first slot."""
+    flags = [tensor for key, tensor in tensors.items() if ".locas_calibrated." in key]
+    ups = [tensor for key, tensor in tensors.items() if ".locas_up." in key]
+    if any(tensor.is_meta for tensor in (*flags, *ups)):
+        return False
+    waits = STRATEGIES[config.strategy].needs_calibration and not any(map(bool, flags))
+    return waits or not any(up.any() for up in ups)
+
+
+def _add_calibrated_flags(tensors: dict[str, Tensor]) -> None:
+    """Add the flags that files of 0.2.0 lack: set where there are rows and an input scale."""
+    for key in [key for key in tensors if ".locas_up." in key]:
+        flag = key.replace(".locas_up.", ".locas_calibrated.").removesuffix(".weight")
+        up, scale = tensors[key], tensors.get(flag.replace("calibrated", "input_scale"))
+        if flag in tensors or scale is None:
+            continue
+        is_calibrated = up.is_meta or bool(up.any() and scale.any())
+        tensors[flag] = torch.tensor(float(is_calibrated), device=up.device)
+
+
+def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
+    """Switch the norm clip off where a file has longer rows: they keep their function."""
+    max_norm = config.max_slot_norm
+    if max_norm is None:
+        return
+    dims = {".locas_gate.": ROWS, ".locas_up.": ROWS, ".locas_down.": COLUMNS}
+    for key, tensor in tensors.items():
+        dim = next((dim for part, dim in dims.items() if part in key), None)
+        if dim is None or tensor.is_meta or tensor.dim() != 2:
+            continue
+        if exceeds(tensor, dim, max_norm):
+            config.max_slot_norm = None
+            problem = f"the memory has rows that are longer than its max_slot_norm of {max_norm:g}"
+            remedy = "it is loaded with max_slot_norm=None, so that it keeps its function."
+            warnings.warn(f"{problem}: {remedy}", stacklevel=2)
+            return
 
 
 def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
@@ -479,17 +517,6 @@ def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
     for key in taus:
         state[key.replace(".locas_tau.", ".locas_input_scale.")] = torch.tensor(1.0)
     config.output_scale = "paper"
-
-
-def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Give the memories the padding mask before a forward that may calibrate them."""
-    if not module.training:
-        return
-    two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    for layer in list_layers(module):
-        is_decoder = two_texts and "decoder" in layer.name.split(".")
-        mask_name = "decoder_attention_mask" if is_decoder else "attention_mask"
-        layer.token_mask = kwargs.get(mask_name)
 
 
 def _pass_adapter_names(

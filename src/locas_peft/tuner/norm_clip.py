@@ -1,120 +1,180 @@
-"""The norm clip: after each optimizer step, project each slot's gate row, up row and down column into a ball.
+"""The norm clip: project each slot's gate row, up row and down column into a ball.
 
-Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The paper clips "during
-inference"; projecting the parameters instead computes the same function, and the memory can be saved and merged as it
-is. PyTorch calls a hook after each step of every optimizer, so that no trainer and no bare loop needs a call.
+Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The
+paper clips "during inference". A layer projects its parameters instead, where they are used: this
+computes the same function, and the memory can be saved and merged as it is. It holds for every
+trainer, optimizer and bare loop, without a call.
+
+A memory is clipped
+- before each forward with gradients in which it is trained, whatever changed its weights,
+- before the first other forward after such a forward, or after a change that shows: another version
+  counter, another parameter, another storage,
+- before it is saved (`state_dict`), merged, exported, combined or resized.
+
+Not promised: weights that are written through `.data` or by a fused optimizer, without a forward
+with gradients in between, are clipped at the next forward with gradients or at the next save only;
+and a forward without gradients that `torch.compile` has traced clips nothing.
+
+The clip writes through `.data`: no version counter moves, so that autograd does not object to two
+forwards before one backward. It is idempotent. After a step of training it scales every row above
+the radius, as a clip after each optimizer step does. Rows whose norms are those that the last clip
+left, and rows that were initialized, loaded or restored, may exceed the radius by rounding.
 """
 
-from __future__ import annotations
-
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-if TYPE_CHECKING:
-    from .config import LocasConfig
-    from .layer import LocasLayer
-
-_layers: weakref.WeakSet[LocasLayer] = weakref.WeakSet()
-_indices: weakref.WeakKeyDictionary[Optimizer, _Index] = weakref.WeakKeyDictionary()
-_hook = None
-
-
-def clip_after_optimizer_steps(layer: LocasLayer) -> None:
-    """Clip the layer's memories after each optimizer step that trains them, as long as the layer lives."""
-    global _hook
-    _layers.add(layer)
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_clip_trained_weights)
+ROWS = -1
+COLUMNS = -2
 
 
 @torch.no_grad()
 def clip_norms_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float) -> None:
-    """Project vectors of several tensors into the ball of radius `max_norm`, in place; vectors inside keep their bits.
+    """Project vectors into the ball of radius `max_norm`, in place. Vectors inside keep their bits.
 
-    `dims` has -1 for a tensor of rows `[..., R, D]`, -2 for one of columns `[..., D, R]`.
+    Args:
+        weights: tensors that hold the vectors.
+        dims: for each tensor `ROWS` if it is `[..., R, D]`, or `COLUMNS` if it is `[..., D, R]`.
+        max_norm: the radius.
     """
-    # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
-    norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
-    torch._foreach_div_(norms, max_norm)
-    torch._foreach_clamp_min_(norms, 1.0)
-    torch._foreach_reciprocal_(norms)
-    torch._foreach_mul_(
-        weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)]
-    )
+    for weight, dim in zip(weights, dims, strict=True):
+        factor = _factor(_norm(weight, dim), max_norm)
+        weight.data.mul_(factor.to(weight.dtype))
+
+
+def exceeds(weight: Tensor, dim: int, max_norm: float) -> bool:
+    """Return whether a vector is longer than the radius by more than the rounding of a clip."""
+    return bool((_norm(weight.detach(), dim) > _limit(weight, max_norm)).any())
+
+
+class NormClip:
+    """Keeps the weights of one memory in one layer within the ball."""
+
+    def __init__(self) -> None:
+        # The norms that the last clip left.
+        self._norms: list[Tensor] | None = None
+        self._max_norm: float | None = None
+        self._signature: list[tuple] = []
+        # Whether the last clip was in a forward with gradients: optimizers may step unseen after
+        # it.
+        self._is_trained = True
+
+    def is_due(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether the weights may have changed since the last clip."""
+        if _is_trained(weights) or self._is_trained:
+            return True
+        return self._signature != [_sign(weight) for weight in weights]
+
+    def clip_(self, weights: Sequence[Tensor], dims: Sequence[int], max_norm: float) -> None:
+        """Clip weights that have changed, in place; the arguments are those of `clip_norms_`."""
+        if not all(map(_is_writable, weights)):
+            return
+        was_trained = self._is_trained
+        has_gradient = any(weight.grad is not None for weight in weights)
+        self._is_trained = has_gradient or _is_trained(weights)
+        with torch.no_grad():
+            norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
+            known = self._norms
+            if not was_trained or max_norm != self._max_norm or not _fit(known, norms):
+                known = None
+            _scale_(weights, norms, known, max_norm)
+            norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
+        self._norms = [_gather(norm) for norm in norms]
+        self._max_norm = max_norm
+        self._signature = [_sign(weight) for weight in weights]
+
+
+@torch.no_grad()
+def clip_traced_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float) -> None:
+    """Clip rows that exceed the radius by more than rounding, in operations that can be traced."""
+    for weight, dim in zip(weights, dims, strict=True):
+        norm = _norm(weight, dim)
+        factor = torch.where(norm > _limit(weight, max_norm), _factor(norm, max_norm), 1.0)
+        weight.data.mul_(factor.to(weight.dtype))
+
+
+def _is_trained(weights: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+
+def _is_writable(weight: Tensor) -> bool:
+    if weight.is_meta:
+        return False
+    return torch.is_inference_mode_enabled() or not weight.is_inference()
+
+
+def _scale_(
+    weights: Sequence[Tensor],
+    norms: Sequence[Tensor],
+    known: Sequence[Tensor] | None,
+    max_norm: float,
+) -> None:
+    """Scale rows above the radius; without known norms, above it by more than rounding.
+
+    A change of one row clips all rows of the memory, as a clip after each optimizer step does.
+    """
+    factors = [_factor(norm, max_norm) for norm in norms]
+    if known is None:
+        limits = [_limit(weight, max_norm) for weight in weights]
+        selected = [norm > limit for norm, limit in zip(norms, limits, strict=True)]
+    else:
+        changes = [(_gather(new) != old).any() for new, old in zip(norms, known, strict=True)]
+        changed = torch.stack(changes).any()
+        selected = [changed] * len(norms)
+        if isinstance(norms[0], DTensor):
+            # A plain condition cannot be combined with distributed factors.
+            if not changed:
+                return
+            selected = [torch.ones_like(norm, dtype=torch.bool) for norm in norms]
+    # No branch on the values of tensors: an accelerator would have to be waited for.
+    for weight, factor, condition in zip(weights, factors, selected, strict=True):
+        factor = torch.where(condition, factor, 1.0)
+        weight.data.mul_(factor.to(weight.dtype))
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (norm / max_norm).clamp(min=1.0).reciprocal()
+
+
+def _limit(weight: Tensor, max_norm: float) -> float:
+    """Return the radius and as much as a clip in the weight's dtype may leave above it."""
+    return max_norm * (1.0 + max(torch.finfo(weight.dtype).eps, 1e-6))
 
 
 def _norm(weight: Tensor, dim: int) -> Tensor:
     if weight.dim() < 2:
-        problem = f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}"
-        raise ValueError(
-            f"{problem}: use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate) or max_slot_norm=None."
-        )
+        problem = "the norm clip needs the whole rows of a memory, got a flattened part of shape"
+        remedy = "use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate) or max_slot_norm=None."
+        raise ValueError(f"{problem} {list(weight.shape)}: {remedy}")
     dtype = torch.promote_types(weight.dtype, torch.float32)
     norm = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
-    if isinstance(
-        norm, DTensor
-    ):  # FSDP2 spreads a column over the processes: add up what each of them has
-        norm = norm.redistribute(
-            placements=[Replicate() if p.is_partial() else p for p in norm.placements]
-        )
+    if isinstance(norm, DTensor):
+        # FSDP2 spreads a column over the processes: add up what each of them has.
+        placements = [Replicate() if p.is_partial() else p for p in norm.placements]
+        norm = norm.redistribute(placements=placements)
     return norm
 
 
-class _Index:
-    """The memory weights among an optimizer's parameters. Keeps no parameter or layer alive."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        known: dict[int, tuple[nn.Linear, int, LocasConfig]] = {}
-        for layer in _layers:
-            for name, config in layer.locas_config.items():
-                *rows, down = layer.projections(name)
-                known |= {id(module.weight): (module, -1, config) for module in rows}
-                known[id(down.weight)] = (down, -2, config)
-        # The module shows whether the parameter is still a memory's; the config holds the radius.
-        self._weights = []
-        for parameter in parameters:
-            if id(parameter) in known:
-                module, dim, config = known[id(parameter)]
-                self._weights.append((weakref.ref(parameter), weakref.ref(module), dim, config))
-
-    def fits(self, parameters: list[nn.Parameter]) -> bool:
-        """Return whether the optimizer still holds these parameters, and memories' weights are in their modules."""
-        if [id(parameter) for parameter in parameters] != [id(ref()) for ref in self._parameters]:
-            return False
-        weights = [(ref(), module()) for ref, module, _, _ in self._weights]
-        return all(
-            weight is not None and getattr(module, "weight", None) is weight
-            for weight, module in weights
-        )
-
-    def clip(self) -> None:
-        """Clip the weights that the step changed: those with a gradient, or all if none of them has one."""
-        weights = [(ref(), dim, config.max_slot_norm) for ref, _, dim, config in self._weights]
-        # Optimizers skip parameters without a gradient. Those that work without gradients change all.
-        changed = [entry for entry in weights if entry[0].grad is not None] or weights
-        groups: dict[float, tuple[list[Tensor], list[int]]] = {}
-        for weight, dim, radius in changed:
-            if radius is not None:
-                group = groups.setdefault(radius, ([], []))
-                group[0].append(weight)
-                group[1].append(dim)
-        for radius, (tensors, dims) in groups.items():
-            clip_norms_(tensors, dims, radius)
+def _gather(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _clip_trained_weights(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    if not _layers:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    index = _indices.get(optimizer)
-    if index is None or not index.fits(parameters):
-        index = _indices[optimizer] = _Index(parameters)
-    index.clip()
+def _fit(known: Sequence[Tensor] | None, norms: Sequence[Tensor]) -> bool:
+    """Return whether norms are of weights of the same shapes on the same device."""
+    if known is None:
+        return False
+    return [(norm.shape, norm.device) for norm in known] == [
+        (norm.shape, norm.device) for norm in norms
+    ]
+
+
+def _sign(weight: Tensor) -> tuple:
+    """Return what changes when a weight is written; never equal for inference tensors."""
+    if weight.is_inference():
+        return (object(),)
+    if isinstance(weight, DTensor):
+        return id(weight), weight._version
+    return id(weight), weight._version, weight.data_ptr()

@@ -1,6 +1,7 @@
-"""The width of the host's FFNs in the model's config, which must follow where merged memories widen them."""
+"""The width of the host's FFNs in the model's config, which follows where merging widens them."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,14 @@ from .finding import AnyFFN, find_ffns
 from .mixture import HostMixture
 
 # Fields of a transformers config that hold the FFN's width.
-WIDTH_FIELDS = tuple(
-    "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split()
+WIDTH_FIELDS = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "d_ff",
+    "ffn_hidden_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
 )
 # Of a mixture: the width of an expert, that of the shared expert, and its width in experts.
 EXPERT_FIELDS = ("moe_intermediate_size", "intermediate_size", "ffn_dim")
@@ -23,11 +30,13 @@ SHARED_COUNT_FIELDS = (
     "moe_num_shared_experts",
     "num_shared_expert",
 )
+# LFM2 derives the width from intermediate_size where this is set.
+ADJUSTMENT = "block_auto_adjust_ff_dim"
 
 
 @dataclass
 class WidthGroup:
-    """FFNs of one original width, set by one field of the model's config, and their width after merging."""
+    """FFNs of one original width, set by one field of the config, and their width after merging."""
 
     width: int
     new_width: int
@@ -37,9 +46,17 @@ class WidthGroup:
 def widened_config(
     model: PreTrainedModel, groups: list[WidthGroup], ffn_parts: dict[str, str] | None = None
 ) -> PretrainedConfig:
-    """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
+    """Return a copy of a model's config with the FFNs' new widths.
 
-    `ffn_parts` are the names that the FFNs were found by. Where no field makes these widths, raise a `ValueError`.
+    A model that is built from it has exactly these shapes.
+
+    Args:
+        model: the model; unchanged.
+        groups: the FFNs with their widths.
+        ffn_parts: the names that the FFNs were found by.
+
+    Raises:
+        ValueError: where no field makes these widths.
     """
     config = copy.deepcopy(model.config)
     for part in _language_configs(config):
@@ -48,36 +65,33 @@ def widened_config(
     try:
         with torch.device("meta"):
             rebuilt = find_ffns(type(model)(copy.deepcopy(config)), ffn_parts)
-    except (
-        Exception
-    ) as error:  # a config of an unknown family may fail in any way with an odd width
-        raise ValueError(
-            f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}"
-        ) from None
+    except Exception as error:
+        # The code of an unknown family may fail in any way with an odd width.
+        problem = f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}"
+        raise ValueError(problem) from None
     for group in groups:
         for name, ffn in group.ffns.items():
             if name not in rebuilt or rebuilt[name].slots != ffn.slots_at(group.new_width):
-                what = f"no field of {type(config).__name__} makes {name} {group.new_width} wide"
-                family = "in this family a memory can be used, merged and unmerged"
-                raise ValueError(f"{what}: {family}, but not unloaded into a plain checkpoint.")
+                field = f"no field of {type(config).__name__} makes {name} {group.new_width} wide"
+                uses = "in this family a memory can be used, merged and unmerged"
+                raise ValueError(f"{field}: {uses}, but not unloaded into a plain checkpoint.")
     return config
 
 
 def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfig | None) -> None:
-    """Pad the FFNs to their new widths, and write those of `widened_config` into the model's own config object."""
+    """Pad FFNs to their new widths, and write the widths into the model's own config object.
+
+    Args:
+        groups: the FFNs; mutated.
+        model: their model; its config is mutated in place, since its modules share the object.
+        config: what `widened_config` returned; `None` for a model without a config.
+    """
     for group in groups:
         for ffn in group.ffns.values():
             ffn.pad(group.new_width)
     if config is None:
         return
-    fields = (
-        *WIDTH_FIELDS,
-        *EXPERT_FIELDS,
-        *SHARED_FIELDS,
-        *SHARED_COUNT_FIELDS,
-        "block_auto_adjust_ff_dim",
-    )
-    # In place: the model's modules share the object.
+    fields = (*WIDTH_FIELDS, *EXPERT_FIELDS, *SHARED_FIELDS, *SHARED_COUNT_FIELDS, ADJUSTMENT)
     for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
         for field in fields:
             if hasattr(new, field) and getattr(new, field) != getattr(old, field):
@@ -93,38 +107,42 @@ def width_step(model: nn.Module, ffn: AnyFFN) -> int:
     """Return the number that an FFN's width in the model's config is a multiple of."""
     if not isinstance(ffn, HostMixture) or not ffn.widens_shared or not hasattr(model, "config"):
         return 1
-    return (
-        1
-        if any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS)
-        else ffn.expert_width
-    )
+    config = model.config.get_text_config()
+    if any(hasattr(config, field) for field in SHARED_FIELDS):
+        return 1
+    return ffn.expert_width
 
 
 def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
-    width, new_width = group.width, group.new_width
-    mixture = next((ffn for ffn in group.ffns.values() if isinstance(ffn, HostMixture)), None)
-    if mixture is not None:
-        step, shared = mixture.expert_width, mixture.widens_shared
-        sizes: list[tuple[str, float, int]]
-        sizes = [
-            (field, width, new_width) for field in (SHARED_FIELDS if shared else EXPERT_FIELDS)
-        ]
-        sizes += [
-            (field, width / step, new_width // step)
-            for field in (SHARED_COUNT_FIELDS if shared else ())
-        ]
-        for field, old, new in sizes:
-            if getattr(config, field, None) == old:
-                setattr(config, field, new)
-                return
+    for ffn in group.ffns.values():
+        if isinstance(ffn, HostMixture):
+            _set_mixture_width(config, group, ffn)
+            return
+    if getattr(config, ADJUSTMENT, False):
+        setattr(config, ADJUSTMENT, False)
+        config.intermediate_size = group.new_width
         return
-    if getattr(
-        config, "block_auto_adjust_ff_dim", False
-    ):  # LFM2 derives the width from intermediate_size
-        config.block_auto_adjust_ff_dim = False
-        config.intermediate_size = new_width
-        return
+    # GPT-2's n_inner is None for this width.
+    is_default = group.width == 4 * getattr(config, "hidden_size", 0)
     for field in WIDTH_FIELDS:
-        default = 4 * getattr(config, "hidden_size", 0)  # the width of GPT-2 with n_inner=None
-        if getattr(config, field, 0) in (width, None if width == default else width):
-            setattr(config, field, new_width)
+        value = getattr(config, field, 0)
+        if value == group.width or (value is None and is_default):
+            setattr(config, field, group.new_width)
+
+
+def _set_mixture_width(config: PretrainedConfig, group: WidthGroup, mixture: HostMixture) -> None:
+    if not mixture.widens_shared:
+        _set_first(config, EXPERT_FIELDS, group.width, group.new_width)
+        return
+    step = mixture.expert_width
+    if not _set_first(config, SHARED_FIELDS, group.width, group.new_width):
+        _set_first(config, SHARED_COUNT_FIELDS, group.width / step, group.new_width // step)
+
+
+def _set_first(config: PretrainedConfig, fields: Sequence[str], value: float, new: int) -> bool:
+    """Set the first of some fields that has a value to a new one; return whether there is one."""
+    for field in fields:
+        if getattr(config, field, None) == value:
+            setattr(config, field, new)
+            return True
+    return False
