@@ -15,8 +15,8 @@ Choices beyond the paper:
 - Tokens. Those of a chunk with the highest loss are written; the paper writes all.
 - Units. The stored value is v divided by the memory's output scale, so that a written slot changes
   the output by the formula's amount, in every layer and for every r. Where the scale is measured,
-  the formula's A is k A / KAPPA, the input as a norm without gains would make it (`scale.py`): hosts
-  that compute one function in different units then learn the same. The memory itself computes
+  the formula's A is k A / KAPPA, the input as a norm without gains would make it (`scale.py`):
+  hosts that compute one function in different units then learn the same. The memory itself computes
   phi(k |A|), so that the stored value is multiplied by phi(k |A| / KAPPA) / phi(k |A|); the key
   stays a unit vector. With the paper's scale k is 1, and nothing is multiplied.
 - Clip. The norm clip applies to the stored values, here too. If epsilon is too large for the output
