@@ -12,6 +12,7 @@ from training import resume, save
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, uncalibrated_memories
 from locas_peft.slots.writing import make_slots
 from locas_peft.tuner import list_layers
+from locas_peft.tuner.scale import KAPPA
 
 TWO_LAYER = [family for family in FAMILIES if family not in GATED]
 
@@ -79,7 +80,7 @@ def test_writing_a_token_raises_its_likelihood(family):
 @pytest.mark.parametrize("output_scale", ["paper", "measured"])
 @pytest.mark.parametrize("family", TWO_LAYER)
 def test_a_written_slot_moves_the_output_by_the_formulas_amount(family, output_scale):
-    """phi(|A|) v along the gradient, in every layer, whatever the scales k and tau are."""
+    """phi(|A|) v along the gradient, in every layer, with A as after a norm without gains."""
     model = make_model(family, output_scale=output_scale, max_slot_norm=None)
     ids = make_tokens(1, 10)[0]
     place = len(ids) - 2
@@ -94,7 +95,11 @@ def test_a_written_slot_moves_the_output_by_the_formulas_amount(family, output_s
     for layer, a, value in zip(list_layers(model), inputs, values[:, 0], strict=True):
         assert (layer.locas_input_scale["default"] == 1) == (output_scale == "paper")
         change = layer.recall(["default"], a[None])[0].detach()
-        torch.testing.assert_close(change, layer.ffn.act(a.norm()) * value, rtol=1e-4, atol=1e-8)
+        size = layer.locas_input_scale["default"] * a.norm()
+        if output_scale == "measured":
+            size = size / KAPPA
+            assert size == pytest.approx(16**0.5, rel=0.25)  # the root of D
+        torch.testing.assert_close(change, layer.ffn.act(size) * value, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("fold", ["nlsvd", "refit"])

@@ -8,14 +8,17 @@ with A^i the FFN's input and G^i the gradient of the next token's log-likelihood
 FFN's output: the slot moves that output by phi(|A^i|) v, which raises the likelihood.
 
 Choices beyond the paper:
+
 - Passes. One forward and one backward pass over a chunk give A and G of all its tokens, so that G_t
   also contains the effect of token t on later tokens through attention; the paper writes one token
   at a time.
 - Tokens. Those of a chunk with the highest loss are written; the paper writes all.
 - Units. The stored value is v divided by the memory's output scale, so that a written slot changes
-  the output by the formula's amount, in every layer and for every r. A memory of a measured scale
-  computes phi(k |A|) where the formula has phi(|A|), so that the stored value is also multiplied by
-  phi(|A|) / phi(k |A|); the key stays a unit vector.
+  the output by the formula's amount, in every layer and for every r. Where the scale is measured,
+  the formula's A is k A / KAPPA, the input as a norm without gains would make it (`scale.py`):
+  hosts that compute one function in different units then learn the same. The memory itself computes
+  phi(k |A|), so that the stored value is multiplied by phi(k |A| / KAPPA) / phi(k |A|); the key
+  stays a unit vector. With the paper's scale k is 1, and nothing is multiplied.
 - Clip. The norm clip applies to the stored values, here too. If epsilon is too large for the output
   scale, a stored value is longer than the clip's radius and is shortened to it: the slot then moves
   the output of that layer in the same direction by less than the formula's amount.
@@ -32,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_choice, check_number, check_whole
+from ..tuner.layer import LocasLayer
+from ..tuner.scale import KAPPA
 from .nlsvd import nl_svd
 from .recording import Moves, Writer
 from .resizing import refit_slots
@@ -121,7 +126,7 @@ class SlotWriter(Writer):
         stop = start + keys.shape[1]
         for index, (layer, up, down) in enumerate(self._weights()):
             k = layer.locas_input_scale[self.adapter_name].to(norms.device)
-            promised = layer.ffn.act(norms[index])
+            promised = layer.ffn.act(k * norms[index] / self._find_input_size(layer))
             reached = layer.ffn.act(k * norms[index])
             share = torch.where(reached != 0, promised / reached, 1.0)
             value = (share[:, None] * values[index]).to(down.device)
@@ -129,6 +134,12 @@ class SlotWriter(Writer):
             up[start:stop] = keys[index].to(up)
             down[:, start:stop] = stored.T.to(down.dtype)
             self._clip_values(layer, down[:, start:stop])
+
+    def _find_input_size(self, layer: LocasLayer) -> float:
+        """Return the size of the elements of k A where those of A have the size 1."""
+        if layer.locas_config[self.adapter_name].output_scale == "measured":
+            return KAPPA
+        return 1.0
 
     def _fold(self, inputs: Tensor) -> Moves:
         """Fold the memory in place; return the moves of its slots.
