@@ -456,6 +456,10 @@ REFUSALS = [
         "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
     ),
     (
+        "memorize text.txt --out m --study --passes 0",
+        "passes must be at least 1, got 0: raise it",
+    ),
+    (
         "ask Who? --memory memory --max-new-tokens 2048",
         "prompt 0 and --max-new-tokens must fit the model's 2048 positions, got ",
     ),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -34,11 +34,12 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
+from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
 from locas_peft.reading.record import Reading, find_finished, load_reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.reading.teaching import StopReading, attached, memorize, score
-from locas_peft.ttt import MeanOfReadings, write_own_text
+from locas_peft.ttt import write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -222,6 +223,20 @@ def test_settings_that_are_not_complete_are_completed(base, input_ids):
     assert memorize(base, input_ids[:100], given).settings == given.complete(base)
 
 
+def test_the_tokenizer_tells_the_start_token():
+    def tokenizer(text):
+        return {"input_ids": [1, 7]}
+
+    tokenizer.all_special_ids = [1, 2]
+    host, ids = make_two_layer_host(), make_ids(40)
+    settings = ReadingSettings(method="none", window=32, stride=16)
+    told, without = (memorize(host, ids, settings, tokenizer=each) for each in (tokenizer, None))
+    assert (told.settings.training.start_token, without.settings.training.start_token) == (1, None)
+    assert told.nll_nats != without.nll_nats
+    given = dataclasses.replace(settings, start_token=1)
+    assert memorize(host, ids, given).nll_nats == told.nll_nats
+
+
 def test_a_reading_records_what_it_did(base, input_ids):
     seen = []
     reading = memorize(base, input_ids, small(r=8, max_tokens=300), on_chunk=seen.append)
@@ -317,19 +332,11 @@ def test_a_record_of_another_version_is_named(base, input_ids):
         for name, item in value.items()
         if name not in ("layers_to_transform", "perplexities")
     }
-    # What former versions could choose, with what is now the only value, and what left with the brake.
-    older |= {"brake": True, "epochs": 1, "sinks": 4, "start_token": 3, "taken_back": [64]}
-    older |= {"tokens": None, "normalization": None, "final_nats": 2.5, "final_base_nats": 3.0}
-    older |= {
-        "objective": "nll",
-        "teacher_window": None,
-        "token_weighting": "uniform",
-        "gradient": "full",
-    }
     assert Reading.from_json(older).perplexities == []
     for wrong in (
         {**value, "surprise": 1},
-        {**value, "objective": "distill"},
+        # A setting that has left.
+        {**value, "objective": "nll"},
         {name: item for name, item in value.items() if name != "nll_nats"},
     ):
         with pytest.raises(
@@ -337,13 +344,6 @@ def test_a_record_of_another_version_is_named(base, input_ids):
             match="^reading.json must be one that this version wrote .*: read the text aga",
         ):
             Reading.from_json(wrong)
-
-
-@pytest.mark.parametrize("name", ["locas-glu", "locas-mlp", "lora"])
-def test_records_of_0_2_0_load(name):
-    folder = Path(__file__).parent / "fixtures" / "0.2.0" / name
-    read = load_reading(folder)
-    assert read.method == name and read.perplexity > 1
 
 
 def test_scoring_needs_a_frozen_model(input_ids):
@@ -359,13 +359,13 @@ def test_scoring_needs_a_frozen_model(input_ids):
 
 def test_norms_of_the_settings_reach_the_memory(base):
     for given, expected in (
-        ({}, 1.0),
-        ({"max_slot_norm": 0.0}, None),
-        ({"max_slot_norm": 2.0}, 2.0),
+        ({}, (1.0, 1.0)),
+        ({"row_norm": 4.0, "max_slot_norm": 0.0}, (4.0, None)),
+        ({"row_norm": 0.5, "max_slot_norm": 2.0}, (0.5, 2.0)),
     ):
         with attached(base, small(**given)) as model:
             config = model.peft_config["default"]
-            assert config.max_slot_norm == expected
+            assert (config.row_norm, config.max_slot_norm) == expected
 
 
 @pytest.mark.parametrize(
@@ -379,13 +379,11 @@ def test_norms_of_the_settings_reach_the_memory(base):
 def test_settings_make_the_anchor(base, given, texts):
     settings = small(**{"r": 4, "anchor": 0.5, "window": 32} | given)
     with attached(base, settings) as model:
-        (made,) = reading.make_trainer(model, settings).steps
+        made = reading.make_trainer(model, settings).anchor
         assert (made.weight, made.every, made.texts.shape) == (0.5, 4, texts)
         assert torch.equal(made.texts[3], write_own_text(model, texts=4, tokens=texts[1])[3])
     with attached(base, small()) as model:
-        assert reading.make_trainer(model, small()).steps == []
-        (mean,) = reading.make_trainer(model, small(readings=2)).steps
-        assert isinstance(mean, MeanOfReadings)
+        assert reading.make_trainer(model, small()).anchor is None
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
@@ -532,10 +530,24 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}, 200 tokens</td>" in page
     for value in (
         f"{reading.perplexity:.2f}",
+        f"{math.exp(reading.final_base_nats):.2f}",
         "locas-glu, 18,432 parame",
     ):
         assert f"<td>{value}" in page
     assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
+
+
+def test_a_card_has_no_comparison_of_another_state_of_the_memory(base, input_ids):
+    reading = memorize(base, input_ids[:200], small(r=4))
+    taken_back = dataclasses.replace(reading, final_nats=reading.final_base_nats + 1)
+    studied = dataclasses.replace(
+        reading, studied={"writing_seconds": 1, "learning_seconds": 1, "kept": 2}
+    )
+    cards = [
+        memory_folder._make_card(PeftConfig(peft_type="LOCAS"), each)
+        for each in (reading, taken_back, studied)
+    ]
+    assert ["the same chunk at the end" in card for card in cards] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["", "someone/model"])

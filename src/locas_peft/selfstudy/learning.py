@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..asking import begin_rows, encode_question, find_pad_token
+from ..checks import check_whole
 from ..model import CausalLM, compute_once
 from ..ttt import Anchor, OwnText
 from ..ttt.active import calibrate_empty
@@ -139,6 +140,8 @@ class SelfStudy:
         earlier: Sequence[Exchange] = (),
         discriminants: bool = False,
     ):
+        if passes is not None:
+            check_whole("passes", passes, 1)
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = (
