@@ -58,6 +58,9 @@ class RidgeWriter(Writer):
         adapter_name: str | None = None,
     ):
         super().__init__(model, adapter_name)
+        if self.needs_two_layers:
+            # The map's rows are long: a norm clip would destroy it.
+            self._layers[0].locas_config[self.adapter_name].max_slot_norm = None
         self.rate, self.ridge, self.prior = rate, ridge, prior
         for name in self.arguments:
             check_number(name, getattr(self, name), may_be_0=name == "prior")
