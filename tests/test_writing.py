@@ -10,7 +10,7 @@ from peft import PeftModel, get_peft_model
 from torch.nn.functional import cosine_similarity, normalize
 from training import resume, save
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, empty_memories
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, uncalibrated_memories
 from locas_peft.slots.writing import make_slots
 from locas_peft.tuner import list_layers
 
@@ -315,9 +315,9 @@ def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):
         model.save_pretrained(tmp_path)
     model.merge_adapter()
     model.unmerge_adapter()
-    assert empty_memories(model) == ["default"]
+    assert uncalibrated_memories(model) == ["default"]
     write_tokens(model, ids[0], epsilon=0.1)  # measures the scale in the same pass
-    assert empty_memories(model) == []
+    assert uncalibrated_memories(model) == []
     with pytest.raises(ValueError, match="is written while reading, not calibrated"):
         calibrate(model, [ids])
     with torch.no_grad():
