@@ -60,6 +60,9 @@ def compress(
         _replace_weights(layer, name, weights)
     config = layers[0].locas_config[name]
     config.r, config.rank_pattern, config.slots = rank, {}, None
+    if any(layer.exceeds_clip(name) for layer in layers):
+        # Slots that are folded into one may be longer: they keep their function.
+        config.max_slot_norm = None
 
 
 @torch.no_grad()
