@@ -8,7 +8,7 @@ from peft import PeftModel, get_peft_model
 from locas_peft import LocasConfig, TestTimeTrainer, calibrate, compress, grow
 from locas_peft.slots.nlsvd import nl_svd
 from locas_peft.slots.resizing import refit_slots
-from locas_peft.tuner import list_layers
+from locas_peft.tuner import clip_memories, list_layers
 from locas_peft.tuner.scale import KAPPA
 
 
@@ -102,6 +102,7 @@ def test_padding_does_not_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_layer_memories_are_folded_by_nl_svd(dtype):
     model = make_memory("gpt_neox").to(dtype)
+    clip_memories(model)
     layer = list_layers(model)[0]
     up, down = (module.weight.detach().clone() for module in layer.projections("default"))
     tau = layer.locas_tau["default"].clone()

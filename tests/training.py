@@ -13,6 +13,7 @@ from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.memories import checkpoint
 from locas_peft.reading.resuming import Checkpoints, restore
 from locas_peft.ttt import Chunk
+from locas_peft.tuner import clip_memories
 
 CONTEXTS = ("recompute", "cache")
 SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02}
@@ -80,6 +81,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    clip_memories(model)
     return {
         name: value.detach().clone()
         for name, value in model.named_parameters()

@@ -67,6 +67,9 @@ def compress(
     config.r = rank
     config.rank_pattern = {}
     config.set_record("slots", None)
+    if any(layer.exceeds_clip(name) for layer in layers):
+        # Slots that are folded into one may be longer: they keep their function.
+        config.max_slot_norm = None
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from .initialization import (
 )
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
-from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_
+from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
 
@@ -333,6 +333,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if max_norm is not None:
             weights = self.weights(adapter_name)
             self._norm_clip(adapter_name).clip_(weights, _list_dims(weights), max_norm)
+
+    def exceeds_clip(self, adapter_name: str) -> bool:
+        """Return whether rows or columns are too long for the clip by more than rounding."""
+        max_norm = self.locas_config[adapter_name].max_slot_norm
+        if max_norm is None:
+            return False
+        weights = self.weights(adapter_name)
+        pairs = zip(weights, _list_dims(weights), strict=True)
+        return any(exceeds(weight, dim, max_norm) for weight, dim in pairs)
 
     def keep_weights(self, adapter_name: str) -> None:
         """Take a memory's weights as clipped ones, after they were written back in place."""

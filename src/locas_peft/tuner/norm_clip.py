@@ -58,8 +58,7 @@ class NormClip:
         self._norms: list[Tensor] | None = None
         self._max_norm: float | None = None
         self._signature: list[tuple] = []
-        # Whether the last clip was in a forward with gradients: optimizers may step unseen after
-        # it.
+        # Whether the last clip was in a forward with gradients: a step may follow it unseen.
         self._is_trained = True
 
     def is_due(self, weights: Sequence[Tensor]) -> bool:
