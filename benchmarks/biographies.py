@@ -15,20 +15,16 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-FIRST = "Anselm Brida Corvin Dalia Edric Fenna Gerold Hedda Ivo Jorun Kasimir Lisbet".split()
-LAST = "Aldane Brackwater Corrow Dunmere Ellisk Farrand Grole Hestel Immers Jarrow Kestle Lonnick".split()
-FURTHER_LAST = "Marwick Norvale Ostrand Pellow".split()  # of those beyond the first 144
-TOWNS = "Adelsk Brenmouth Carrowby Dravik Eastmere Fallowick Gorrin Hexholm Issel Jutterby Korsund Lindmark".split()
-TRADES = (
-    "clockmaker baker surveyor beekeeper printer glassblower cartographer saddler tailor ropemaker brewer organist"
-).split()
+FIRST = ["Anselm", "Brida", "Corvin", "Dalia", "Edric", "Fenna", "Gerold", "Hedda", "Ivo", "Jorun", "Kasimir", "Lisbet"]
+LAST = ["Aldane", "Brackwater", "Corrow", "Dunmere", "Ellisk", "Farrand", "Grole", "Hestel", "Immers", "Jarrow", "Kestle", "Lonnick"]
+FURTHER_LAST = ["Marwick", "Norvale", "Ostrand", "Pellow"]  # of those beyond the first 144
+TOWNS = ["Adelsk", "Brenmouth", "Carrowby", "Dravik", "Eastmere", "Fallowick", "Gorrin", "Hexholm", "Issel", "Jutterby", "Korsund", "Lindmark"]
+TRADES = ["clockmaker", "baker", "surveyor", "beekeeper", "printer", "glassblower", "cartographer", "saddler", "tailor", "ropemaker", "brewer", "organist"]
 PETS = (
-    "goat parrot tortoise greyhound ferret donkey raven hedgehog otter peacock badger heron".split()
+    ["goat", "parrot", "tortoise", "greyhound", "ferret", "donkey", "raven", "hedgehog", "otter", "peacock", "badger", "heron"]
 )
-DISHES = "barley soup|plum dumplings|smoked eel|rye pudding|pickled beets|cheese tart|bean stew|honey cake".split(
-    "|"
-)
-MONTHS = "January March April June August September October December".split()
+DISHES = ["barley soup", "plum dumplings", "smoked eel", "rye pudding", "pickled beets", "cheese tart", "bean stew", "honey cake"]
+MONTHS = ["January", "March", "April", "June", "August", "September", "October", "December"]
 
 
 @dataclass(frozen=True)

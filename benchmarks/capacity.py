@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import Person, make_people
+from locas_peft.reading import memorize
 from measuring import answer_briefly, describe_machine, is_exact, make_study, make_table
 
 from locas_peft.asking import Answer, Answerer, Question, count_right
@@ -30,7 +31,6 @@ from locas_peft.evaluation.f1 import token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
-from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.text import tokenize

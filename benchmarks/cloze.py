@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from locas_peft.reading import ReadingSettings
+from locas_peft.reading.settings import complete_all
 from measuring import encode_pair, make_table
 from plotting import GREY, label_axes, make_figure, save_figure
 from torch import nn
@@ -32,8 +34,6 @@ from locas_peft.evaluation.conversations import Conversation, dialogue_lines
 from locas_peft.evaluation.f1 import ADVERSARIAL
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.settings import complete_all
 from locas_peft.tables import Sheet, format_mean, format_percent, to_number
 from locas_peft.text import digest_json, tokenize
 

@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import PETS, TOWNS, Person, make_people
+from locas_peft.reading import ReadingSettings
 from measuring import describe_machine, make_table
 
 from locas_peft import rescale
@@ -41,7 +42,6 @@ from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, LibraryAnswerer
-from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 
 CHANGED = {0: TOWNS, 3: PETS}

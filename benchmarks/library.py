@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from biographies import Person, make_people
+from locas_peft.reading import ReadingSettings
 from measuring import describe_machine, make_table
 
 from locas_peft.asking import Answer, Answerer, Question, count_right, load_questions
@@ -33,7 +34,6 @@ from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, LibraryAnswerer, score_by_words
 from locas_peft.library.routing import LEAST_SCORE, list_passages
-from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
 

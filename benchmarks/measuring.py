@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from locas_peft.reading import ReadingSettings, parse_method
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -30,7 +31,6 @@ from locas_peft.asking import (
 from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
 from locas_peft.model import CausalLM
-from locas_peft.reading import ReadingSettings, parse_method
 
 RECITED_TOKENS = 64
 """The most tokens of what a memory recites."""
@@ -43,8 +43,8 @@ _QWEN3 = {
 }
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
-        **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     },
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, **_QWEN3},
     "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, **_QWEN3},

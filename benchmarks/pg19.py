@@ -31,6 +31,7 @@ import pg19_report
 import pg19_timing
 import torch
 import transformers
+from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from measuring import SHAPES, describe_machine, draw_tokens, load_shape
 from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, TUNING, Row, Table
 
@@ -42,7 +43,6 @@ from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
-from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from locas_peft.text import digest_ids, tokenize, unwrap
 
 QUICK_TOKENS = 1_000
@@ -320,13 +320,13 @@ def measure(
     )
     value = {
         **about,
-        **{
+
             "model": common.model,
             "dtype": common.dtype,
             "tokens": tokens,
-            "memory_tokens": memory_tokens,
-        },
-        **{"window": common.window, "stride": common.stride, **describe_machine(base.device)},
+            "memory_tokens": memory_tokens
+        ,
+        "window": common.window, "stride": common.stride, **describe_machine(base.device),
         "rows": pg19_timing.time_rows(base, rows, common, ids[:tokens]),
     }
     write_json(path, value)
@@ -360,8 +360,8 @@ def fill_block(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[s
     rows = choose_rows(block.rows, arguments.rows)
     ids = texts.ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
     settings = {
-        **{"document": document, "tokens": len(ids), "context": block.context},
-        **{"window": common.window, "stride": common.stride},
+        "document": document, "tokens": len(ids), "context": block.context,
+        "window": common.window, "stride": common.stride,
         "rows": [f"{row.name}, {row.describe()}" for row in rows],
     }
 

@@ -27,14 +27,14 @@ TUNING = "1684"
 TRAINING = "2118"
 
 RATES: dict[str, float] = {
-    **{"lora@4": 2e-3, "lora@16": 2e-3, "lora@64": 1e-3, "lora@256": 1e-3},
-    **{
+    "lora@4": 2e-3, "lora@16": 2e-3, "lora@64": 1e-3, "lora@256": 1e-3,
+
         "locas-glu@4": 4e-3,
         "locas-glu@16": 4e-3,
         "locas-glu@32": 2e-3,
         "locas-glu@64": 2e-3,
-        "locas-glu@256": 2e-3,
-    },
+        "locas-glu@256": 2e-3
+    ,
     "locas-glu@64, paper": 4e-3,
 }
 """By method, width and variant. "paper" has tau and rate as published; all other memories have tau times r."""
@@ -139,9 +139,9 @@ def lora(r: int, rate: float | None = None, **given: Any) -> Row:
 
 
 _NAMES = {
-    **{"context": "{}", "layers_to_transform": "{} layers", "init": "{}"},
-    **{"scaling": "scaling {:g}", "max_slot_norm": "no clip"},
-    **{"anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}"},
+    "context": "{}", "layers_to_transform": "{} layers", "init": "{}",
+    "scaling": "scaling {:g}", "max_slot_norm": "no clip",
+    "anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}",
 }
 """How a setting appears in a row's name."""
 

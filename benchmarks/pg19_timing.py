@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from locas_peft.reading import CompleteSettings, PeakMemory, ReadingSettings, attached, memorize
 from measuring import Clock, share_weights, wait
 from pg19_rows import NONE, NONE_RECOMPUTE, TEMPLORA, Block, Row
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,7 +33,6 @@ from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
 from locas_peft.model import count_positions
-from locas_peft.reading import CompleteSettings, PeakMemory, ReadingSettings, attached, memorize
 from locas_peft.ttt import at_marks, perplexity_of
 
 TURN_CHUNKS = 4

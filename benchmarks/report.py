@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from locas_peft.reading.methods import METHOD_FIELDS
 from measuring import make_table
 from plotting import label_axes, make_figure, pick_colours, save_figure, settled_points
 
 from locas_peft.evaluation import tabulate_figures
 from locas_peft.files import check_output_file, load_json, staged_file
-from locas_peft.reading.methods import METHOD_FIELDS
 from locas_peft.tables import to_number
 
 TITLES = {"locomo": "LoCoMo", "forgetting": "Forgetting", "perplexity": "Perplexity"}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from locas_peft.reading import ReadingSettings, attached, make_trainer
 from measuring import describe_machine
 from peft import get_peft_model
 from plotting import label_axes, make_figure, pick_colours, save_figure
@@ -26,7 +27,6 @@ from torch import nn
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.files import write_json
-from locas_peft.reading import ReadingSettings, attached, make_trainer
 from locas_peft.text import tokenize, unwrap
 
 CHUNKS = {"window": 512, "stride": 256, "context": "cache"}

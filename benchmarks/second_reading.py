@@ -14,11 +14,11 @@ import json
 from pathlib import Path
 
 import torch
+from locas_peft.reading import ReadingSettings
+from locas_peft.reading.teaching import attached, make_trainer
 from torch import nn
 
 from locas_peft.bases import load_base
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.teaching import attached, make_trainer
 from locas_peft.text import tokenize, unwrap
 from locas_peft.ttt import TestTimeTrainer
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from locas_peft.reading import ReadingSettings, memorize, parse_method
 from measuring import answer_briefly, describe_machine, is_exact, make_table, recite
 
 from locas_peft import demo
@@ -52,10 +53,8 @@ from locas_peft.evaluation.f1 import load_stemmer, token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES, join_exchanges
 from locas_peft.selfstudy.learning import PER_PASSAGE
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from locas_peft.reading import ReadingSettings, score
 from measuring import Clock, make_table
 from peft import get_peft_model
 from torch import nn
@@ -28,7 +29,6 @@ from torch.nn.functional import cosine_similarity
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, compress
 from locas_peft.bases import load_base
-from locas_peft.reading import ReadingSettings, score
 from locas_peft.slots import nl_svd
 from locas_peft.text import load_text, tokenize, unwrap
 from locas_peft.tuner import list_layers

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from families import VOCABULARY, make_host
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import score
 from peft import get_peft_model
 from training import (
     SETTINGS,
@@ -22,8 +24,6 @@ from training import (
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.model import divergences
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import score
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Anchor, OwnText, write_own_text
 

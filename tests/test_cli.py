@@ -20,6 +20,9 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
+from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
+from locas_peft.reading import record as memory_folder
+from locas_peft.reading.methods import UPDATES
 from locomo_data import make_samples, write_samples
 from rich.console import Console
 from transformers import AutoModelForCausalLM
@@ -33,9 +36,6 @@ from locas_peft import backbone, demo, files, selfstudy, text
 from locas_peft.asking import Answer, answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
-from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
-from locas_peft.reading import record as memory_folder
-from locas_peft.reading.methods import UPDATES
 from locas_peft.selfstudy import Exchange, lessons, save_exchanges
 from locas_peft.ttt import TrainingSettings
 from locas_peft.ttt.settings import CONTEXTS

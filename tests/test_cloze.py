@@ -61,7 +61,7 @@ def test_a_span_counts_once_and_traps_never(cloze, tmp_path):
 
 def test_the_others_come_from_the_seed_and_are_never_the_span_itself(cloze, tmp_path):
     sample = make_sample()
-    words = "bread kitchen everybody Paint calms baked".split()
+    words = ["bread", "kitchen", "everybody", "Paint", "calms", "baked"]
     turns = {word: "D1:2" if word in ("bread", "baked") else "D2:2" for word in words}
     sample["qa"] += [
         {"question": "?", "answer": w, "evidence": [turns[w]], "category": 4} for w in words

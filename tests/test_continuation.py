@@ -57,7 +57,7 @@ def answer_all(model, prompts, **options) -> list[str]:
 
 def test_prompts_that_begin_alike_are_grouped():
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 8, 9, 9, 9, 9], [1, 8, 9, 9, 9, 5], [2]]
-    assert share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
+    assert share_prefixes(prompts) == [(4, range(2)), (5, range(2, 4)), (0, range(4, 5))]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import attached, memorize
 from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, text
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import attached, memorize
 from locas_peft.selfstudy import Exchange, SelfStudy, discriminants, lessons
 from locas_peft.selfstudy.discriminants import (
     can_tell_apart,

@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
+from locas_peft.reading import ReadingSettings, memorize
 
 from locas_peft import backbone
-from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.text import tokenize
 
 TEXT = " ".join(
     f"The {word} of the old house was painted by Peder of Skarn."
-    for word in "door roof gate lamp".split()
+    for word in ["door", "roof", "gate", "lamp"]
 )
 OTHER = " ".join(
     f"She saw {word} boats upon the water and counted them all."
-    for word in "two three four five".split()
+    for word in ["two", "three", "four", "five"]
 )
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import make_host, make_model
+from locas_peft.reading.record import load_reading
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, backbone
 from locas_peft.library import Library
 from locas_peft.memories import describe_memory, load_memory
-from locas_peft.reading.record import load_reading
 from locas_peft.tuner import find_ffns
 
 FORMER = Path(__file__).parent / "fixtures" / "0.2.0"

@@ -34,15 +34,15 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
+from locas_peft.reading.record import find_finished
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import memorize
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import backbone, text
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.memories.loading import describe_memory
-from locas_peft.reading.record import find_finished
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
 
 pytestmark = pytest.mark.skipif(
@@ -57,8 +57,8 @@ READING = {"window": 16, "stride": 8, "max_tokens": 40, "r": 4}
 STUDY = {**READING, "study": True, "passes": 2, "window": 64, "stride": 16}
 # "overwrite" replaces the memory of "earlier", which has a file more.
 VARIANTS = {
-    **{"earlier": {**STUDY, "r": 2}, "new": READING, "overwrite": READING},
-    **{"study": STUDY, "without checkpoints": READING},
+    "earlier": {**STUDY, "r": 2}, "new": READING, "overwrite": READING,
+    "study": STUDY, "without checkpoints": READING,
 }
 TIMES = {
     "seconds",

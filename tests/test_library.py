@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from locas_peft.reading import ReadingSettings
+from locas_peft.reading.record import load_reading
 from safetensors.torch import load_file
 
 import locas_peft.library.library as module
@@ -18,8 +20,6 @@ from locas_peft.library import Library, LibraryAnswerer, make_sample, score_by_w
 from locas_peft.library.routing import LEAST_SCORE, list_passages, route
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
 from locas_peft.memories.folder import pack
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.record import load_reading
 from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
 
 FIXTURES = Path(__file__).parent / "fixtures" / "0.2.0"

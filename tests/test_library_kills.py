@@ -16,12 +16,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from locas_peft.reading import ReadingSettings
 from test_kills import FOLDER, Campaign, contents, run_kills, started
 
 from locas_peft import backbone
 from locas_peft.library import Library
 from locas_peft.memories import FILES, describe_memory
-from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 
 pytestmark = pytest.mark.skipif(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from locas_peft import backbone, text
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
+
+from locas_peft import backbone, text
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--window", "32", "--stride", "16"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from locas_peft.reading import ReadingSettings, memorize, score
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from locas_peft import backbone
@@ -11,7 +12,6 @@ from locas_peft.asking import Answerer, Question
 from locas_peft.bases import choose_device, load_base, placing
 from locas_peft.memories import load_memory, memory_attached
 from locas_peft.model import CausalLM
-from locas_peft.reading import ReadingSettings, memorize, score
 from locas_peft.selfstudy import Exchange
 
 LAYERS = 6

@@ -15,6 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from locas_peft.reading import record as memory_folder
+from locas_peft.reading import teaching as reading
+from locas_peft.reading.record import Reading, find_finished, load_reading
+from locas_peft.reading.settings import CompleteSettings, ReadingSettings
+from locas_peft.reading.teaching import StopReading, attached, memorize, score
 from markdown_it import MarkdownIt
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
@@ -34,11 +39,6 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
-from locas_peft.reading import record as memory_folder
-from locas_peft.reading import teaching as reading
-from locas_peft.reading.record import Reading, find_finished, load_reading
-from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import StopReading, attached, memorize, score
 from locas_peft.ttt import write_own_text
 
 CONTRACT = {

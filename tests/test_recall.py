@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from locas_peft.reading.settings import ReadingSettings
 
 from locas_peft import backbone, demo
-from locas_peft.asking import answers as answers_module
 from locas_peft.asking import (
     Answer,
     Answerer,
@@ -15,7 +15,7 @@ from locas_peft.asking import (
     is_right,
     load_questions,
 )
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.asking import answers as answers_module
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
 from locas_peft.text import tokenize

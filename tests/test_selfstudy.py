@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from locas_peft.reading.record import find_finished, load_reading
+from locas_peft.reading.settings import CompleteSettings, ReadingSettings
+from locas_peft.reading.teaching import StopReading, attached, memorize
 from safetensors.torch import load_file
 
 from locas_peft import text
@@ -19,9 +22,6 @@ from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
-from locas_peft.reading.record import find_finished, load_reading
-from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import StopReading, attached, memorize
 from locas_peft.selfstudy import (
     Exchange,
     Passage,

@@ -72,7 +72,7 @@ def test_vllm_serves_a_library_by_name(tmp_path):
     locas = [sys.executable, "-m", "locas_peft"]
     for name in ("lighthouse", "bee", "forgotten"):
         text = PAGES.get(name, PAGES["bee"])[0] / f"{'bee' if name == 'forgotten' else name}.txt"
-        options = "--r 8 --window 64 --stride 32 --anchor 0 --readings 4 --device cpu".split()
+        options = ["--r", "8", "--window", "64", "--stride", "32", "--anchor", "0", "--readings", "4", "--device", "cpu"]
         command = [
             *locas,
             "memorize",

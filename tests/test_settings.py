@@ -6,10 +6,10 @@ import math
 
 import pytest
 from families import make_host
-
-from locas_peft import backbone
 from locas_peft.reading import METHODS, PRESETS, CompleteSettings, ReadingSettings, complete_all
 from locas_peft.reading.settings import FIELDS
+
+from locas_peft import backbone
 from locas_peft.ttt import TrainingSettings
 from locas_peft.tuner import STRATEGIES
 

@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
+from locas_peft.reading.settings import ReadingSettings
 
 from locas_command import program as cli
 from locas_peft import processes
 from locas_peft.evaluation import Run, Unit, run_units, runs
 from locas_peft.memories.checkpoint import InUse
-from locas_peft.reading.settings import ReadingSettings
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from locas_peft.reading import ReadingSettings
 
 import locas_peft.library.library as library_module
 from locas_command import program as cli
@@ -33,7 +34,6 @@ from locas_peft.library.table import (
     teach_table,
 )
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
-from locas_peft.reading import ReadingSettings
 
 SETTINGS = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
 FAST = ["--r", "4", "--window", "32", "--stride", "16", "--anchor", "0", "--device", "cpu"]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from families import FAMILIES, VOCABULARY, make_host
+from locas_peft.reading.resuming import restore
 from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from training import (
     CONTEXTS,
@@ -30,7 +31,6 @@ from transformers import AutoModelForCausalLM
 
 from locas_peft import SlotWriter, backbone
 from locas_peft.memories import checkpoint
-from locas_peft.reading.resuming import restore
 from locas_peft.text import digest_ids, python_reference, tokenize, unwrap
 from locas_peft.ttt import MeanOfReadings, TestTimeTrainer, TrainingSettings, active
 from locas_peft.ttt.learner import Learner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, GATED, make_host, make_tokens
 from peft import PeftModel, get_peft_model
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 from training import resume, save
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, uncalibrated_memories

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from families import VOCABULARY, make_host
+from locas_peft.reading.resuming import Checkpoints, restore
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.memories import checkpoint
-from locas_peft.reading.resuming import Checkpoints, restore
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import clip_memories
 

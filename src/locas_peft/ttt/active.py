@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
-from ..tuner import calibrate, uncalibrated_memories, trained_parameters
+from ..tuner import calibrate, trained_parameters, uncalibrated_memories
 from ..tuner.modules import ADAPTER_LAYERS, used_modules
 
 __all__ = ["ActiveParts", "calibrate_empty"]

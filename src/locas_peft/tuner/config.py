@@ -336,7 +336,7 @@ def _is_dictionary_of_indices(value: object) -> bool:
 
 
 def _are_token_indices(value: object) -> bool:
-    lists = list(value.values()) if isinstance(value, dict) else [value]
+    lists: list[Any] = list(value.values()) if isinstance(value, dict) else [value]
     return all(_is_list_of(ids, int) and min(ids, default=0) >= 0 for ids in lists)
 
 

@@ -376,7 +376,6 @@ class LocasModel(BaseTuner):
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
         if _is_empty(state, config):
-            what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
             warnings.warn(
                 f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, "
                 "and calibrates itself at its first training step.",

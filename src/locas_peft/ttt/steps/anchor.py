@@ -58,6 +58,7 @@ class Anchor(Step):
 
     @property
     def settings(self) -> dict[str, Any]:
+        texts: dict[str, Any]
         if isinstance(self.texts, OwnText):
             texts = self.texts.settings
         else:
