@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import LocasConfig
-from .ffn import SumActivity
+from .ffn import HostFFN, SumActivity
 from .finding import AnyFFN
 from .initialization import (
     STRATEGIES,
