@@ -178,8 +178,8 @@ class StageRun:
             names = f"{sorted(recorded)} as in {where}, got {sorted(ours['adapters'])}"
             return f"active adapters must be {names}: activate those, or choose another folder"
         if ours["base"] != theirs["base"]:
-            what = f"model must be the one of {where}, got other base weights"
-            return f"{what}: load that model in the same dtype, or choose another folder"
+            problem = f"model must be the one of {where}, got other base weights"
+            return f"{problem}: load that model in the same dtype, or choose another folder"
         begun = state["text"]
         if begun not in (None, self.stage.text_sha256):
             rule = f"the text must be the one begun in {where} (sha256 {begun[:12]})"
@@ -453,8 +453,8 @@ def _save(
 
 def _explain_empty_study(record: StudyRecord) -> str:
     samples = " | ".join(" ".join(sample.split()) for sample in record.samples) or "none"
-    what = f"nothing was studied: the model wrote no usable exchange (samples: {samples})"
-    return f"{what}: choose a larger model, one with a chat template, or give exchanges"
+    problem = f"nothing was studied: the model wrote no usable exchange (samples: {samples})"
+    return f"{problem}: choose a larger model, one with a chat template, or give exchanges"
 
 
 @contextmanager

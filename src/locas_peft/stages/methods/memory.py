@@ -44,6 +44,10 @@ class MemoryMethod(Method):
         kinds = {ffn.gated for ffn in find_ffns(base).values()}
         if kinds != {not self.gated}:
             return
-        needed, present = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
-        what = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
-        raise ValueError(f"{what} with {present} ones: use {self.other_method!r}")
+        needed = "gated"
+        present = "two-layer"
+        if not self.gated:
+            needed = "two-layer"
+            present = "gated"
+        problem = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
+        raise ValueError(f"{problem} with {present} ones: use {self.other_method!r}")
