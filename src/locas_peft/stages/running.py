@@ -546,9 +546,10 @@ def _describe_run(
     """Return what a checkpoint must share with the run that goes on from it, as plain values."""
     adapters = {}
     for name, config in active_configs(model).items():
+        # In their order: the first field that differs is named, and others follow from the type.
         fields = config.to_dict()
-        compared = {field: fields[field] for field in fields.keys() - _NO_ARITHMETIC}
-        adapters[name] = json.loads(json.dumps(compared, default=_to_plain, sort_keys=True))
+        compared = {field: fields[field] for field in fields if field not in _NO_ARITHMETIC}
+        adapters[name] = json.loads(json.dumps(compared, default=_to_plain))
     return {
         "settings": {**_list_shared(settings), "origin": origin},
         "trainer": stage.describe(),
