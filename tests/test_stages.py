@@ -282,8 +282,11 @@ def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(
         text.digest_tokenizer(tokenizer),
     )
     (tmp_path / "one" / RECORD).write_text("[]")
-    message = r"record\.json must list the stages of a memory: copy or save the memory again$"
-    for load in (describe_memory, load_records):
+    for load, rule in (
+        (describe_memory, "be the record of a memory"),
+        (load_records, "list the stages of a memory"),
+    ):
+        message = rf"record\.json must {rule}: copy or save the memory again$"
         with pytest.raises(ValueError, match=message):
             load(tmp_path / "one")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...tuner import clip_memories
 from . import Step
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class MeanOfReadings(Step):
         chunks = sum(chunk.reading == reading for chunk in trainer.chunks)
         if trainer.settings.readings == 1 or chunks < LEAST_CHUNKS:
             return
+        # The last step may have left rows beyond the clip, and a checkpoint clips them.
+        clip_memories(trainer.model)
         parameters = trainer.learner.parameters()
         weights = [parameter.detach().clone() for parameter in parameters]
         if reading == 0:
