@@ -122,7 +122,9 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
 def test_a_studys_values_out_of_range_are_named(field):
     with pytest.raises(ValueError, match=f"^{field} must be at least 1, got 0: raise it$"):
         StudySettings(**{field: 0})
-    with pytest.raises(TypeError, match=f"^{field} must be an int, got float: give a whole number$"):
+    with pytest.raises(
+        TypeError, match=f"^{field} must be an int, got float: give a whole number$"
+    ):
         StudySettings(**{field: 1.0})
 
 
@@ -136,7 +138,9 @@ def test_a_strategy_that_does_not_exist_is_named_before_a_base_is_needed(setting
 
 
 def test_a_study_needs_an_adapter_that_is_trained():
-    message = "^a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say$"
+    message = (
+        "^a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say$"
+    )
     with pytest.raises(ValueError, match=message):
         choose_values(StudySettings(method="none"))
 
@@ -225,11 +229,7 @@ def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
 def test_what_a_written_memory_does_not_use_is_left_out():
     bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
     topk = complete("locas-mlp")
-    assert (
-        (bp.init, bp.update) == ("write", "bp")
-        and bp.learning_rate
-        and bp.epsilon
-    )
+    assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
     assert nlsvd.learning_rate is None and nlsvd.epsilon
     assert topk.learning_rate and (
         topk.update,

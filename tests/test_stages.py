@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,18 +39,23 @@ from locas_peft.stages import (
     Place,
     ReadRecord,
     ReadSettings,
+    StudyRecord,
+    StudySettings,
     attached,
     complete,
     load_records,
     make_trainer,
     open_reading,
+    open_study,
     parse_record,
     running,
     saving,
     score,
 )
 from locas_peft.stages.methods.method import find_layers
-from locas_peft.ttt import Anchor, write_own_text
+from locas_peft.selfstudy import Exchange, learning, load_exchanges, writing
+from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.ttt import Anchor, MeanOfReadings, write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -253,7 +259,7 @@ def test_a_reading_records_what_it_did(base, input_ids):
         [reading.perplexity],
         {"0-300": reading.perplexity},
     )
-    assert reading.seconds == sum(chunk.seconds for chunk in seen)
+    assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1
     assert reading.tokens_per_second == 299 / reading.seconds
     assert reading.peak_bytes > 0
     assert reading.memory_dir is None
@@ -306,6 +312,19 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
     assert reading.perplexities[0] == reading.perplexity == once.perplexity
     assert reading.perplexities[2] < reading.perplexities[1] < reading.perplexities[0]
     assert reading.tokens_per_second == 3 * 499 / reading.seconds
+
+
+def test_the_seconds_of_a_reading_have_those_of_its_end(base, input_ids, tmp_path, monkeypatch):
+    def wait(self, trainer, number):
+        time.sleep(0.5)
+
+    monkeypatch.setattr(MeanOfReadings, "after_reading", wait)
+    place = {"checkpoint_dir": tmp_path / "checkpoint"}
+    settings = small(r=4, readings=2)
+    interrupted(base, input_ids[:200], settings, at=0, number=1, **place)
+    seen = []
+    record = read(base, input_ids[:200], settings, resume=True, on_step=seen.append, **place)
+    assert record.seconds > 1 + sum(chunk.seconds for chunk in seen)
 
 
 def test_figures_that_overflowed_survive_json(base, input_ids):
@@ -362,7 +381,11 @@ def test_scoring_needs_a_frozen_model(input_ids):
 
 
 def test_the_norm_of_the_settings_reaches_the_memory(base):
-    for given, expected in (({}, 1.0), ({"max_slot_norm": 0.0}, None), ({"max_slot_norm": 2.0}, 2.0)):
+    for given, expected in (
+        ({}, 1.0),
+        ({"max_slot_norm": 0.0}, None),
+        ({"max_slot_norm": 2.0}, 2.0),
+    ):
         with attached(base, small(**given)) as model:
             assert model.peft_config["default"].max_slot_norm == expected
 
@@ -754,9 +777,7 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
 def test_an_interruption_between_two_checkpoints_loses_nothing(base, input_ids, tmp_path):
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        read(
-            base, input_ids, small(), checkpoint_seconds=1e9, on_step=interrupt_at(4), **options
-        )
+        read(base, input_ids, small(), checkpoint_seconds=1e9, on_step=interrupt_at(4), **options)
     seen = []
     read(base, input_ids, small(), **options, resume=True, on_step=seen.append)
     assert [chunk.index for chunk in seen] == list(range(8))
@@ -904,3 +925,141 @@ def test_a_text_of_another_shape_is_refused(base, ids):
     )
     with pytest.raises(ValueError, match=message):
         read(base, ids, small("none"))
+
+
+# Studies
+
+GIVEN = [
+    Exchange(f"Who built house {number}?", f"{name} built house {number} on the hill.")
+    for number, name in enumerate("Ann Bob Cid Dan Eva Fay Gus Hal".split())
+]
+"""Of so many passages that a fresh memory gets rows that tell them apart."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return backbone.load()[1]
+
+
+def study_settings(**given) -> StudySettings:
+    defaults = {"r": 16, "window": 256, "passes": 2, "anchor": 0.0, "exchanges": 2}
+    return complete(StudySettings(**{**defaults, **given}))
+
+
+@pytest.fixture
+def rows_placed(monkeypatch):
+    """The calls that put rows that tell passages apart into a memory."""
+    calls = []
+    place = learning.place_discriminants
+
+    def record(*args, **options):
+        calls.append(options)
+        return place(*args, **options)
+
+    monkeypatch.setattr(learning, "place_discriminants", record)
+    return calls
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_study_that_keeps_no_exchange_saves_nothing(
+    base, tokenizer, input_ids, tmp_path, monkeypatch, resumable
+):
+    monkeypatch.setattr(writing, "is_about", lambda *_: False)
+    out = tmp_path / "memory"
+    place = Place(out=out, checkpoint_dir=out / CHECKPOINT_FOLDER if resumable else None)
+    message = (
+        r"^nothing was studied: the model wrote no usable exchange \(samples: .+\): "
+        "choose a larger model, one with a chat template, or give exchanges$"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        stages.study(base, tokenizer, input_ids[:120], study_settings(), place)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fresh_memory_gets_rows_that_tell_passages_apart(
+    base, tokenizer, input_ids, rows_placed, tmp_path
+):
+    """What a study of a memory that has read must not do (see below)."""
+    place = Place(out=tmp_path / "fresh")
+    record = stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
+    assert rows_placed and record.kept == len(GIVEN)
+    assert load_memory_config(tmp_path / "fresh")["max_slot_norm"] is None
+
+
+def test_a_study_keeps_what_was_read(base, tokenizer, input_ids, rows_placed, tmp_path):
+    read(base, input_ids, small(r=16), out=tmp_path / "read")
+    before = load_file(tmp_path / "read" / WEIGHTS)
+    options = {"start": tmp_path / "read", "exchanges": GIVEN}
+    place = Place(out=tmp_path / "both")
+    opened = open_study(base, tokenizer, input_ids, study_settings(), place, **options)
+    with opened as run:
+        steps = iter(run)
+        next(steps)
+        # One step of a small rate: nothing was replaced, zeroed or frozen.
+        after_one = {
+            name.replace(".default", ""): weight.detach().clone()
+            for name, weight in run.stage._model.named_parameters()
+            if weight.requires_grad
+        }
+        for _ in steps:
+            pass
+        record = run.finish()
+    trained = {
+        name for name in before if name.endswith(("gate.weight", "up.weight", "down.weight"))
+    }
+    assert trained == after_one.keys() and len(trained) == 6 * 3
+    for name in trained:
+        moved = (after_one[name] - before[name]).norm()
+        assert 0 < moved < 0.5 * before[name].norm(), name
+    assert rows_placed == []
+    after = load_file(tmp_path / "both" / WEIGHTS)
+    scales = {name for name in before if name.endswith(("input_scale", "tau", "calibrated"))}
+    assert scales and all(torch.equal(after[name], before[name]) for name in scales)
+    assert load_memory_config(tmp_path / "both")["max_slot_norm"] == 1.0
+    for name in trained:
+        dim = 0 if name.endswith("down.weight") else 1
+        assert after[name].norm(dim=dim).max() <= 1 + 1e-6, name
+
+    first, second = load_records(tmp_path / "both")
+    assert isinstance(first, ReadRecord) and isinstance(second, StudyRecord) and second == record
+    assert load_exchanges(tmp_path / "both" / EXCHANGES) == GIVEN
+    with memory_attached(base, tmp_path / "both") as model:
+        with_memory = score(model, input_ids, first.settings)
+        with model.disable_adapter():
+            without = score(model, input_ids, first.settings)
+    assert with_memory < 0.9 * without, "what was read is known after the study"
+
+
+def test_the_card_of_a_memory_has_both_stages(base, tokenizer, input_ids, tmp_path):
+    read(base, input_ids[:200], small(r=4), out=tmp_path)
+    place = Place(out=tmp_path)
+    options = {"start": tmp_path, "exchanges": GIVEN[:2]}
+    stages.study(base, tokenizer, input_ids[:200], study_settings(r=4), place, **options)
+    card = (tmp_path / "README.md").read_text()
+    assert "trained by reading and studying one text" in card
+    assert "| study | 2 exchanges in " in card and "| tokens | 200 |" in card
+
+
+def test_a_studys_seconds_are_those_of_writing_and_learning(base, tokenizer, input_ids):
+    seen = []
+    record = stages.study(
+        base, tokenizer, input_ids, study_settings(), exchanges=GIVEN[:2], on_step=seen.append
+    )
+    assert seen and record.seconds == record.writing_seconds + record.learning_seconds
+    assert record.learning_seconds > 0 and not record.stopped
+    back = parse_record(json.loads(json.dumps(record.to_json())))
+    assert isinstance(back, StudyRecord) and back == record
+
+
+def test_a_loop_of_a_study_can_be_left(base, tokenizer, input_ids, tmp_path):
+    place = Place(out=tmp_path)
+    with open_study(
+        base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN[:2]
+    ) as run:
+        for step in run:
+            if step.phase == "learn":
+                break
+        record = run.finish()
+    assert record.stopped and record.steps == 1
+    assert load_exchanges(tmp_path / EXCHANGES) == GIVEN[:2]

@@ -141,6 +141,12 @@ class StageRun:
             self._failed = True
         self._saved_at = time.monotonic()
 
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint, if any, and save no other."""
+        if self._folder is not None:
+            checkpoint.remove(self._folder)
+        self._folder = None
+
     def resume(self, state: dict[str, Any]) -> None:
         """Load a checkpoint's state.
 
@@ -441,13 +447,13 @@ def _save(
         exchanges = correct(earlier, run.stage.study.exchanges)
         record = StudyRecord(**common)
         if not record.kept and run.is_complete:
+            run.drop_checkpoint()
             raise ValueError(_explain_empty_study(record))
     else:
         record = ReadRecord(**common)
     if place.out is not None:
         save_stages(model, place.out, [*records, record], exchanges, place.sample)
-        if run._folder is not None:
-            checkpoint.remove(run._folder)
+        run.drop_checkpoint()
     return record
 
 
