@@ -35,6 +35,8 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
+from locas_peft.selfstudy import Exchange, learning, load_exchanges, writing
+from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import (
     Place,
     ReadRecord,
@@ -53,8 +55,6 @@ from locas_peft.stages import (
     score,
 )
 from locas_peft.stages.methods.method import find_layers
-from locas_peft.selfstudy import Exchange, learning, load_exchanges, writing
-from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt import Anchor, MeanOfReadings, write_own_text
 
 CONTRACT = {
@@ -1063,3 +1063,47 @@ def test_a_loop_of_a_study_can_be_left(base, tokenizer, input_ids, tmp_path):
         record = run.finish()
     assert record.stopped and record.steps == 1
     assert load_exchanges(tmp_path / EXCHANGES) == GIVEN[:2]
+
+
+def test_a_reading_keeps_the_exchanges_of_a_memory_that_has_studied(
+    base, tokenizer, input_ids, tmp_path
+):
+    place = Place(out=tmp_path / "studied")
+    stages.study(base, tokenizer, input_ids, study_settings(r=4), place, exchanges=GIVEN[:2])
+    for out in ("studied", "new"):
+        read(base, input_ids[:200], small(r=4), out=tmp_path / out, start=tmp_path / "studied")
+        assert load_exchanges(tmp_path / out / EXCHANGES) == GIVEN[:2]
+    kinds = [record.kind for record in load_records(tmp_path / "new")]
+    assert kinds == ["study", "read", "read"]
+
+
+def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):
+    interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
+    before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
+    place = Place(checkpoint_dir=tmp_path, resume=True)
+    message = (
+        "^stage must be 'read' as in the checkpoint in '.*', got 'study': finish that one, or "
+    )
+    with pytest.raises(ValueError, match=message):
+        stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
+    assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before
+
+
+def test_a_stage_that_was_killed_after_it_had_saved_is_recorded_once(
+    base, input_ids, tmp_path, monkeypatch
+):
+    folder = tmp_path / "memory"
+    place = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    ids, settings = input_ids[:200], small(r=4)
+    read(base, ids, settings, **place)
+    before = load_records(folder)
+    with monkeypatch.context() as patch:
+        # As after a kill between the memory and the removal of the checkpoint.
+        patch.setattr(checkpoint, "remove", lambda directory: None)
+        read(base, ids, settings, start=folder, **place)
+    saved = load_records(folder)
+    weights = (folder / WEIGHTS).read_bytes()
+    assert saved[:-1] == before and checkpoint.has_checkpoint(folder / CHECKPOINT_FOLDER)
+    read(base, ids, settings, start=folder, resume=True, **place)
+    assert len(load_records(folder)) == len(saved) == 2
+    assert (folder / WEIGHTS).read_bytes() == weights
