@@ -171,7 +171,8 @@ def split_methods(settings: Settings, methods: Sequence[str]) -> dict[str, Setti
         candidate = dataclasses.replace(settings, method=name)
         known = list_settings(candidate)
         missing = {field: None for field in _list_method_fields(settings) if field not in known}
-        chosen[label] = dataclasses.replace(candidate, **missing, **fields)
+        values = {**missing, **fields}
+        chosen[label] = dataclasses.replace(candidate, **values)
         choose_values(chosen[label])
         unused -= known.keys() - fields.keys()
     for field in sorted(unused):

@@ -35,7 +35,14 @@ from ..tuner.modules import remember_modules
 from .complete import complete, for_base, training_settings
 from .methods import METHODS
 from .peak import PeakMemory
-from .record import ReadRecord, Record, StudyRecord, describe_origin, load_records
+from .record import (
+    ReadRecord,
+    Record,
+    StudyRecord,
+    describe_origin,
+    load_records,
+    parse_record,
+)
 from .saving import find_finished, save_stages
 from .stage import Reading, Stage, Study, separates
 
@@ -89,8 +96,18 @@ class StageRun:
     body saves a checkpoint.
     """
 
-    def __init__(self, stage: Stage, place: Place, folder: Path | None, shared: dict[str, Any]):
+    def __init__(
+        self,
+        stage: Stage,
+        place: Place,
+        folder: Path | None,
+        shared: dict[str, Any],
+        former: Sequence[Record] = (),
+    ):
         self.stage = stage
+        # The records of the memory that the stage goes on with. A checkpoint has them too: the
+        # folder may hold the stage's own record already, where a kill left the checkpoint.
+        self.former = list(former)
         self._place = place
         self._folder = folder
         self._shared = shared
@@ -131,7 +148,13 @@ class StageRun:
         """Save the state of the stage, where there is a folder for it."""
         if self._folder is None:
             return
-        state = {"run": self._shared, "stage": self.stage.kind, **self.stage.state_dict()}
+        former = [record.to_json() for record in self.former]
+        state = {
+            "run": self._shared,
+            "stage": self.stage.kind,
+            "former": former,
+            **self.stage.state_dict(),
+        }
         try:
             checkpoint.save(self._folder, state)
         except OSError as failure:
@@ -140,6 +163,12 @@ class StageRun:
                 _logger.warning("no checkpoint can be saved (%s); the stage goes on", reason)
             self._failed = True
         self._saved_at = time.monotonic()
+
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint, if any, and save no other."""
+        if self._folder is not None:
+            checkpoint.remove(self._folder)
+        self._folder = None
 
     def resume(self, state: dict[str, Any]) -> None:
         """Load a checkpoint's state.
@@ -150,7 +179,9 @@ class StageRun:
         try:
             difference = self._find_difference(state)
             if difference is None:
+                former = [parse_record(record) for record in state["former"]]
                 self.stage.load_state_dict(state)
+                self.former = former
         except Exception as error:
             # Entries of another kind or shape than we write.
             raise checkpoint.damaged(self._folder, error) from None
@@ -161,6 +192,9 @@ class StageRun:
         """Return the message for the first difference between this run and a checkpoint's."""
         where = f"the checkpoint in {str(self._folder)!r}"
         remedy = "give the former value, or choose another folder"
+        if state["stage"] != self.stage.kind:
+            rule = f"stage must be {state['stage']!r} as in {where}, got {self.stage.kind!r}"
+            return f"{rule}: finish that one, or choose another folder"
         ours = self._shared
         theirs = state["run"]
         for part in ("settings", "trainer"):
@@ -280,7 +314,8 @@ def open_reading(
         return Reading(model, input_ids, settings)
 
     setup = _Setup(base, settings, place, start, tokenizer)
-    with _open(setup, expected, make_stage, []) as run:
+    # A memory that has studied still has what it learned, and a later study learns it again.
+    with _open(setup, expected, make_stage, _load_earlier(start)) as run:
         yield run
 
 
@@ -365,11 +400,11 @@ def _open(
         peak = PeakMemory(setup.base.device)
         stage = make_stage(model)
         shared = _describe_run(model, stage, setup.settings, origin)
-        run = StageRun(stage, place, folder, shared)
+        run = StageRun(stage, place, folder, shared, former)
 
         def save(run: StageRun) -> Record:
             figures = {"origin": origin, "peak_bytes": peak.read(), **digests}
-            return _save(run, setup, model, [*former], earlier, figures)
+            return _save(run, setup, model, earlier, figures)
 
         run._save = save
         _resume(run, setup)
@@ -418,7 +453,6 @@ def _save(
     run: StageRun,
     setup: _Setup,
     model: nn.Module,
-    records: list[Record],
     earlier: Sequence[Exchange],
     figures: dict[str, Any],
 ) -> Record:
@@ -441,13 +475,13 @@ def _save(
         exchanges = correct(earlier, run.stage.study.exchanges)
         record = StudyRecord(**common)
         if not record.kept and run.is_complete:
+            run.drop_checkpoint()
             raise ValueError(_explain_empty_study(record))
     else:
         record = ReadRecord(**common)
     if place.out is not None:
-        save_stages(model, place.out, [*records, record], exchanges, place.sample)
-        if run._folder is not None:
-            checkpoint.remove(run._folder)
+        save_stages(model, place.out, [*run.former, record], exchanges, place.sample)
+        run.drop_checkpoint()
     return record
 
 
@@ -546,9 +580,10 @@ def _describe_run(
     """Return what a checkpoint must share with the run that goes on from it, as plain values."""
     adapters = {}
     for name, config in active_configs(model).items():
+        # In their order: the first field that differs is named, and others follow from the type.
         fields = config.to_dict()
-        compared = {field: fields[field] for field in fields.keys() - _NO_ARITHMETIC}
-        adapters[name] = json.loads(json.dumps(compared, default=_to_plain, sort_keys=True))
+        compared = {field: fields[field] for field in fields if field not in _NO_ARITHMETIC}
+        adapters[name] = json.loads(json.dumps(compared, default=_to_plain))
     return {
         "settings": {**_list_shared(settings), "origin": origin},
         "trainer": stage.describe(),

@@ -1,6 +1,7 @@
 """What the methods with a LOCAS memory share: its configuration, and the kind of host it fits."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -22,8 +23,12 @@ class MemoryMethod(Method):
     gated: ClassVar[bool]
     other_method: ClassVar[str]
 
+    def complete(self, defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().complete(defaults, given)
+        check_choice("init", values["init"], STRATEGIES)
+        return values
+
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
-        check_choice("init", settings.init, STRATEGIES)
         self._check_host(base)
         fields = {}
         if settings.max_slot_norm is not None:
