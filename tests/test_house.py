@@ -107,6 +107,8 @@ def test_the_settings_are_below_everything(path):
 
 
 def test_the_settings_import_no_torch():
-    script = "import sys, locas_settings; print({'torch', 'peft', 'locas_peft'} & sys.modules.keys())"
+    script = (
+        "import sys, locas_settings; print({'torch', 'peft', 'locas_peft'} & sys.modules.keys())"
+    )
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (process.returncode, process.stdout) == (0, "set()\n")
