@@ -180,12 +180,12 @@ def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, 
     ],
 )
 def test_the_former_verb_names_the_new_ones(run, tmp_path, arguments, verb):
-    line = refused(run, "read", *arguments)
+    line = refused(run, "memorize", *arguments)
     assert line == (
         f"locas memorize is now locas {verb}: locas read TEXT reads a text, "
         "locas study TEXT studies it (--from goes on with one)"
     )
-    assert "read" not in run("--help")[1]
+    assert "memorize" not in run("--help")[1]
     assert names(tmp_path) == ["text.txt"]
 
 
@@ -543,7 +543,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         ("study text.txt --out m --max-slot-norm -1", "--max-slot-norm must be 0 or a finite "),
         (
             "study text.txt --out m --exchanges-file bad.jsonl",
-            "exchanges must be one a line, ",
+            "each line of 'bad.jsonl' must be a JSON object with the texts `question` and `answer`",
         ),
         ("study text.txt --out m --exchanges-file no.jsonl", "'no.jsonl' cannot be read or "),
         ("study text.txt --out m --method lora --init topk", "init has no meaning for the method "),
@@ -1103,7 +1103,8 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     assert "model.layers.*.mlp" in stdout and "│ 5 " in stdout
     value = json.loads((tmp_path / "i.json").read_text())
     assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
-    assert value["parameters"] == 6 * (3 * 16 * 256 + 2)
+    # A layer has the two scales, and whether it is calibrated, beside its rows.
+    assert value["parameters"] == 6 * (3 * 16 * 256 + 3)
     assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
 
 
