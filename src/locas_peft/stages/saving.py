@@ -20,7 +20,7 @@ from ..memories.folder import (
     save_memory,
 )
 from ..selfstudy import Exchange, save_exchanges
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
 
 __all__ = ["find_finished", "save_stages"]
@@ -70,7 +70,7 @@ def save_stages(
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
     # Files of the memory that this one replaces.
-    stale = [READING]
+    stale = [READING, PASSAGES]
     if not exchanges:
         stale.append(EXCHANGES)
     if sample is None:
