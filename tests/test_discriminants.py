@@ -22,6 +22,7 @@ from locas_peft.selfstudy.discriminants import (
 )
 from locas_peft.ttt.active import calibrate_empty
 from locas_peft.tuner.attached import list_layers
+from locas_settings import StudySettings
 
 TEXT = "The house on the hill was built by the old man with a stone from the river."
 QUESTIONS = (
@@ -264,10 +265,9 @@ def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_l
 
 def test_a_study_that_is_left_at_a_step_leaves_the_memory_trainable(model, loaded):
     tokenizer = loaded[1]
-    study = SelfStudy(
-        model, tokenizer, text.tokenize(tokenizer, TEXT), per_passage=1, passes=2, learning_rate=1e-3, given=GIVEN,
-        discriminants=True,
-    )  # fmt: skip
+    settings = StudySettings(passes=2, learning_rate=1e-3)
+    ids = text.tokenize(tokenizer, TEXT)
+    study = SelfStudy(model, tokenizer, ids, settings, given=GIVEN, discriminants=True)
     before = [each.requires_grad for each in model.parameters()]
     steps = study.run()
     next(steps)

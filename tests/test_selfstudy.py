@@ -33,6 +33,7 @@ from locas_peft.selfstudy import (
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES, correct
+from locas_settings import StudySettings
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
@@ -102,9 +103,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def rows_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Row]:
+def examples_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Example]:
     return [
-        (learning.encode_question(tokenizer, *each.word(0)), each, each.answer) for each in kept
+        learning.Example(learning.encode_question(tokenizer, *each.word(0)), each, each.answer)
+        for each in kept
     ]
 
 
@@ -462,9 +464,8 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
             "_distill",
             lambda self, each: rows.extend(each) or distill(self, each),
         )
-        study = learning.SelfStudy(
-            model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3
-        )
+        settings = StudySettings(exchanges=2, passes=3, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings)
         for _ in study.run():
             pass
     prompts = [prompt for prompt, _, _ in rows]
@@ -598,11 +599,17 @@ def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monke
 def test_the_rate_falls_to_zero(loaded, input_ids):
     base, tokenizer = loaded
     with attached(base, settings_of()) as model:
-        options = {"per_passage": 2, "passes": 5, "learning_rate": 1e-3, "given": GIVEN}
-        study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        settings = StudySettings(passes=5, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
         rates = [study._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
     warmup = [step / (learning.WARMUP_STEPS + 1) for step in range(1, 6)]
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
+
+
+def test_a_study_needs_a_learning_rate(loaded, input_ids):
+    message = "^learning_rate must be given for a study, got None: give one, 1e-3 say, or complete"
+    with pytest.raises(ValueError, match=message):
+        learning.SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
 
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
@@ -613,8 +620,8 @@ def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
     first = []
     for passes in (None, usual, 4 * usual):
         with attached(base, settings_of()) as model:
-            options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN}
-            study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+            settings = StudySettings(passes=passes, learning_rate=1e-3)
+            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             next(study.run())
             first.append(study._learner.optimizer.param_groups[0]["lr"])
     assert first[0] == first[1] == 2 * first[2]
@@ -624,8 +631,8 @@ class Noted:
     """A study whose lessons' losses a test gives."""
 
     def __init__(self, model, tokenizer, input_ids, passes):
-        options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN[:1]}
-        self.study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        settings = StudySettings(passes=passes, learning_rate=1e-3)
+        self.study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN[:1])
         self.study._lessons = [lessons.make_lesson(GIVEN[0], tokenizer)]
         self.study._progress = [learning._Progress()]
 
@@ -675,8 +682,8 @@ def test_a_batch_has_lessons_of_one_length(loaded, input_ids, monkeypatch):
     monkeypatch.setattr(learning, "BATCH", 3)
     given = [Exchange("Who came? " * (1 + number % 3), "A man.") for number in range(9)]
     with attached(loaded[0], settings_of()) as model:
-        options = {"per_passage": 2, "passes": 1, "learning_rate": 1e-3, "given": given}
-        study = learning.SelfStudy(model, loaded[1], input_ids, **options)
+        settings = StudySettings(passes=1, learning_rate=1e-3)
+        study = learning.SelfStudy(model, loaded[1], input_ids, settings, given=given)
         lengths, distill = [], study._distill
         study._distill = lambda rows: lengths.append({len(row[0]) for row in rows}) or distill(rows)
         for _ in study.run():
@@ -689,24 +696,14 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     divergence = {}
     for anchor in (0.0, 30.0):
         with attached(base, settings_of(r=16)) as model:
-            study = learning.SelfStudy(
-                model,
-                tokenizer,
-                input_ids,
-                per_passage=2,
-                passes=12,
-                learning_rate=2e-2,
-                given=GIVEN,
-                anchor=anchor,
-            )
+            settings = StudySettings(passes=12, learning_rate=2e-2, anchor=anchor)
+            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             for _ in study.run():
                 pass
-            kept = [
-                lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)
-            ]
+            kept = lessons.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
                 divergence[anchor] = (
-                    torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
+                    torch.cat(study._distill(examples_of(kept, tokenizer))).mean().item()
                 )
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
@@ -714,11 +711,10 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing
-        study = learning.SelfStudy(
-            model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
-        )
-        kept = [lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)]
-        divergence = torch.cat(study._distill(rows_of(kept, tokenizer))).mean()
+        settings = StudySettings(passes=1, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+        kept = lessons.write_replay_lessons(model, tokenizer)
+        divergence = torch.cat(study._distill(examples_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3
