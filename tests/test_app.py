@@ -32,7 +32,7 @@ from locas_peft.library import Library, check_name
 from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
-from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.selfstudy import Exchange, save_exchanges, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import load_records
 
@@ -364,6 +364,8 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(model, "_answer", answer)
+    # Each reply is a usable question.
+    monkeypatch.setattr(writing, "is_about", lambda *_: True)
     job = Job("busy", TEXT[:450], 1)
     model.read(job, visitor.shelf)
     while not job.ended:
@@ -429,6 +431,17 @@ def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, v
         time.sleep(0.001)
     job.stop.set()
     assert wait(job).outcome == "Stopped" and job.memory == "studied"
+
+
+def test_a_model_that_asks_itself_nothing_usable_has_read_all_the_same(
+    model, visitors, monkeypatch
+):
+    monkeypatch.setattr(writing, "is_about", lambda *_: False)
+    monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
+    visitor, job = visitors.find(None), Job("asked", TEXT[:450], 1)
+    model.read(job, visitor.shelf)
+    assert (wait(job).outcome, job.memory, job.exchanges) == ("Done", "asked", [])
+    assert [record.kind for record in load_records(visitor.shelf.find("asked"))] == ["read"]
 
 
 def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model, visitors):
