@@ -29,11 +29,12 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
 from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
 from locas_peft.library import Library, check_name
-from locas_peft.memories import READING, describe_memory
+from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
-from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.selfstudy import Exchange, save_exchanges, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.stages import load_records
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(
@@ -65,13 +66,16 @@ def made(tmp_path_factory):
 @pytest.fixture
 def no_anchor(monkeypatch):
     """Writing the anchor's text would take longer than these readings."""
-    choose = SharedModel._choose_settings
+    choose, choose_study = SharedModel._choose_settings, SharedModel._choose_study
 
     def choose_without(*given):
-        settings = choose(*given)
-        return replace(settings, method=replace(settings.method, anchor=0.0, anchor_every=None))
+        return replace(choose(*given), anchor=0.0, anchor_every=None)
+
+    def choose_study_without(*given):
+        return replace(choose_study(*given), anchor=0.0)
 
     monkeypatch.setattr(SharedModel, "_choose_settings", choose_without)
+    monkeypatch.setattr(SharedModel, "_choose_study", choose_study_without)
 
 
 @pytest.fixture
@@ -360,19 +364,16 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(model, "_answer", answer)
+    # Each reply is a usable question.
+    monkeypatch.setattr(writing, "is_about", lambda *_: True)
     job = Job("busy", TEXT[:450], 1)
     model.read(job, visitor.shelf)
     while not job.ended:
         model.ask(visitor.shelf, None, [chat("Who?")]).result()
     model.close()
     assert job.outcome == "Done" and phases >= {"read", "write"}
-    reading = json.loads((visitor.shelf.find("busy") / READING).read_text())
-    assert (
-        reading["seconds"]
-        == reading["studied"]["writing_seconds"]
-        == reading["studied"]["learning_seconds"]
-        == 0
-    )
+    read, studied = load_records(visitor.shelf.find("busy"))
+    assert read.seconds == studied.writing_seconds == studied.learning_seconds == 0
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
     assert all(torch.equal(output, expected) for output in outputs)
 
@@ -407,7 +408,7 @@ def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_
     long.stop.set()
     assert (wait(long).outcome, wait(waiting).outcome) == ("Stopped", "Stopped")
     assert 0 < len(long.chunks["read"]) < len(long.chunks["score"])
-    assert json.loads((one.shelf.find("long") / READING).read_text())["stopped"] is True
+    assert load_records(one.shelf.find("long"))[-1].stopped is True
     assert describe_memory(one.shelf.find("long"))["learned"] is True
     assert waiting.memory is None and two.shelf.list() == [] and waiting.chunks["read"] == []
 
@@ -430,6 +431,17 @@ def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, v
         time.sleep(0.001)
     job.stop.set()
     assert wait(job).outcome == "Stopped" and job.memory == "studied"
+
+
+def test_a_model_that_asks_itself_nothing_usable_has_read_all_the_same(
+    model, visitors, monkeypatch
+):
+    monkeypatch.setattr(writing, "is_about", lambda *_: False)
+    monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
+    visitor, job = visitors.find(None), Job("asked", TEXT[:450], 1)
+    model.read(job, visitor.shelf)
+    assert (wait(job).outcome, job.memory, job.exchanges) == ("Done", "asked", [])
+    assert [record.kind for record in load_records(visitor.shelf.find("asked"))] == ["read"]
 
 
 def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model, visitors):

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,43 +20,35 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
-from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
-from locas_peft.reading import record as memory_folder
-from locas_peft.reading.methods import UPDATES
 from locomo_data import make_samples, write_samples
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import locas_settings
 from locas_command import console
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_command.options import ReadingOptions
 from locas_peft import backbone, demo, files, selfstudy, text
 from locas_peft.asking import Answer, answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.selfstudy import Exchange, lessons, save_exchanges
-from locas_peft.ttt import TrainingSettings
+from locas_peft.stages import METHODS, parse_record
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
+from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
-NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-CHANGED = (
-    "origin",
-    "seconds",
-    "tokens_per_second",
-    "peak_bytes",
-    "nll_nats",
-    "perplexity",
-    "perplexities",
-    "curve",
-)
-CHANGED += ("perplexity_at", "perplexity_between")
+# Of a study, which has no stride.
+QUICK = ["--window", "128", "--max-tokens", "300", "--device", "cpu"]
+# An anchor's text takes longer to write than these tests to run.
+NO_ANCHOR = ["--anchor", "0"]
 COMMANDS = [
     "demo",
-    "memorize",
+    "read",
+    "study",
     "ask",
     "chat",
     "generate",
@@ -67,7 +59,7 @@ COMMANDS = [
     "eval",
 ]
 PROTOCOLS = ["perplexity", "locomo", "forgetting"]
-MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
+MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "record.json"]
 
 
 @pytest.fixture
@@ -93,7 +85,7 @@ def memory(tmp_path_factory):
     with pytest.raises(SystemExit) as ended:
         cli.main(
             [
-                "memorize",
+                "read",
                 str(folder / "text.txt"),
                 "--out",
                 str(folder / "memory"),
@@ -105,6 +97,11 @@ def memory(tmp_path_factory):
         )
     assert ended.value.code == 0
     return folder / "memory"
+
+
+def read_stages(folder) -> list[dict]:
+    """Return the record of each stage of a memory, the last one last."""
+    return json.loads((folder / "record.json").read_text())["stages"]
 
 
 def names(folder) -> list[str]:
@@ -137,50 +134,67 @@ def test_every_command_has_help(run, command):
     assert command in (["eval"], ["inspect"], ["push"]) or "--out" in stdout or "--memory" in stdout
 
 
-def test_each_setting_is_an_option_with_help(run):
-    stdout = run("memorize", "--help")[1]
-    options = (
-        "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling "
-        "--max-slot-norm "
-        "--update --epsilon --slots-per-chunk --anchor --anchor-every "
-        "--window --stride --context "
-        "--seed --readings --warmup-steps --decay-steps --model "
-        "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
-    )
-    assert [option for option in options.split() if f"{option} " not in stdout] == []
+SHARED_OPTIONS = (
+    "--lr --r --width --layers --max-tokens --method --init --output-scale --scaling "
+    "--max-slot-norm --anchor --window --seed --model --dtype --device --quantize --unwrap "
+    "--no-unwrap --json --out --library --name --from --resume --overwrite --checkpoint-seconds "
+    "--manifest --ray --actors"
+)
+OPTIONS = {
+    "read": "--preset --update --epsilon --slots-per-chunk --anchor-every --stride --context "
+    "--readings --warmup-steps --decay-steps",
+    "study": "--exchanges --exchanges-file --passes",
+}
 
 
-def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
-    """The command line's own copies of fields and names, which help needs, are those of the package."""
-    given, needed = (
-        {field.name: field.default for field in fields(cls)}
-        for cls in (ReadingOptions, ReadingSettings)
-    )
-    shown = ("readings", "warmup_steps")  # no preset has them
-    from_base = {"model": None, "dtype": None}
-    assert given | from_base == needed | {name: getattr(TrainingSettings, name) for name in shown}
-    lines = re.findall(
-        r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE
-    )
-    assert [name for name, _ in lines if name not in given] == [] and len(lines) == len(given)
-    tables = {
-        "method": METHODS,
-        "preset": PRESETS,
-        "init": STRATEGIES,
-        "update": UPDATES,
-        "context": CONTEXTS,
-    }
-    for name, choices in tables.items():
-        assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_each_setting_is_an_option_with_help(run, verb):
+    stdout = run(verb, "--help")[1]
+    expected = f"{SHARED_OPTIONS} {OPTIONS[verb]}".split()
+    assert [option for option in expected if f"{option} " not in stdout] == []
+    (other,) = OPTIONS.keys() - {verb}
+    assert [option for option in OPTIONS[other].split() if f"{option} " in stdout] == []
+
+
+@pytest.mark.parametrize(("verb", "settings"), [("read", ReadSettings), ("study", StudySettings)])
+def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, verb, settings):
+    """Names that help needs without importing the package are those of the package."""
+    assert tuple(METHODS) == locas_settings.METHODS
+    assert locas_settings.reading.CONTEXTS == CONTEXTS
+    text = " ".join(run(verb, "--help")[1].replace("│", " ").split())
+    tables = {"--method": METHODS, "--init": (*STRATEGIES, "write")}
+    if settings is ReadSettings:
+        tables |= {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
+    for option, choices in tables.items():
+        described = text.partition(f"{option} STR ")[2].partition(" --")[0]
+        assert set(choices) <= set(re.findall(r"[\w-]+", described)), option
     assert set(METHODS) >= set(demo_command.METHODS)
 
 
-# ---------------------------------------------------------------------- memorize
+@pytest.mark.parametrize(
+    ("arguments", "verb"),
+    [
+        (["text.txt", "--out", "m", "--r", "16"], "read"),
+        (["text.txt", "--out", "m", "--study", "--passes", "2"], "study"),
+        ([], "read"),
+    ],
+)
+def test_the_former_verb_names_the_new_ones(run, tmp_path, arguments, verb):
+    line = refused(run, "memorize", *arguments)
+    assert line == (
+        f"locas memorize is now locas {verb}: locas read TEXT reads a text, "
+        "locas study TEXT studies it (--from goes on with one)"
+    )
+    assert "memorize" not in run("--help")[1]
+    assert names(tmp_path) == ["text.txt"]
 
 
-def test_memorize_writes_a_memory_and_json(run, tmp_path):
+# ---------------------------------------------------------------------- read
+
+
+def test_read_writes_a_memory_and_json(run, tmp_path):
     code, stdout, stderr = run(
-        "memorize", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST, *NO_ANCHOR
+        "read", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST, *NO_ANCHOR
     )
     assert code == 0
     assert "locas-glu" in stdout
@@ -189,7 +203,8 @@ def test_memorize_writes_a_memory_and_json(run, tmp_path):
     assert names(tmp_path / "a") == ["memory"]
     assert names(tmp_path / "a" / "memory") == MEMORY_FILES
     value = json.loads((tmp_path / "r.json").read_text())
-    assert value == json.loads((tmp_path / "a" / "memory" / "reading.json").read_text())
+    assert read_stages(tmp_path / "a" / "memory") == [value]
+    assert value["stage"] == "read"
     assert {
         name: value[name]
         for name in ("method", "model", "r", "init", "learning_rate", "window", "stride")
@@ -212,7 +227,7 @@ def test_the_backbone_reads_unwrapped_text(run, tmp_path):
     figures = []
     for arguments in (["wrapped.txt"], ["flat.txt"], ["wrapped.txt", "--no-unwrap"]):
         code, stdout, _ = run(
-            "memorize", *arguments, "--method", "none", "--json", "-", "--device", "cpu"
+            "read", *arguments, "--method", "none", "--json", "-", "--device", "cpu"
         )
         assert code == 0
         figures.append(json.loads(stdout)["nll_nats"])
@@ -220,7 +235,7 @@ def test_the_backbone_reads_unwrapped_text(run, tmp_path):
 
 
 def test_none_saves_nothing_and_needs_no_folder(run, tmp_path):
-    code, stdout, stderr = run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)
+    code, stdout, stderr = run("read", "text.txt", "--method", "none", "--json", "-", *FAST)
     assert code == 0
     value = json.loads(stdout)
     assert (value["memory_dir"], value["extra_parameters"], value["learning_rate"]) == (
@@ -237,14 +252,14 @@ def test_reads_standard_input(run, monkeypatch):
         io.BytesIO(b"A text of a few words, read from a pipe."), encoding="utf-8"
     )
     monkeypatch.setattr(sys, "stdin", stdin)
-    code, stdout, _ = run("memorize", "-", "--method", "none", "--json", "-", "--device", "cpu")
+    code, stdout, _ = run("read", "-", "--method", "none", "--json", "-", "--device", "cpu")
     assert code == 0
     assert json.loads(stdout)["scored_tokens"] > 5
 
 
 def test_a_text_of_a_few_chunks_gives_a_remark(run):
     few = (
-        "memorize",
+        "read",
         "text.txt",
         "--out",
         "few",
@@ -258,13 +273,13 @@ def test_a_text_of_a_few_chunks_gives_a_remark(run):
         32,
     )
     assert (
-        "learned from 2 chunks alone: the memory is nearly empty. Add --study"
-        in run(*few, *NO_ANCHOR)[2]
+        "learned from 2 chunks alone: the memory is nearly empty. "
+        "For questions about a short text, there is locas study" in run(*few, *NO_ANCHOR)[2]
     )
 
 
 def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
-    arguments = ["memorize", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR]
+    arguments = ["read", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR]
     assert run(*arguments, "--max-tokens", 100)[0] == 0
     before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
     otherwise = "choose another folder, or give --overwrite"
@@ -278,23 +293,23 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     code, stdout, stderr = run(*arguments, "--max-tokens", 100, "--resume")
     assert (code, stderr) == (
         0,
-        "memory holds the finished memory of this very reading: nothing is left to do\n",
+        "memory holds this finished memory: nothing is left to do\n",
     )
     (tmp_path / "memory" / "notes.txt").write_text("mine")
     assert run(*arguments, "--max-tokens", 120, "--overwrite")[0] == 0
-    assert json.loads((tmp_path / "memory" / "reading.json").read_text())["max_tokens"] == 120
+    assert read_stages(tmp_path / "memory")[-1]["max_tokens"] == 120
     assert names(tmp_path / "memory") == sorted([*MEMORY_FILES, "notes.txt"])
 
 
 def stop_with(stop):
-    """Return a `progress.follow` whose `on_chunk` calls a function after the fourth chunk."""
+    """Return a `progress.follow_steps` that calls a function after the fourth chunk."""
 
-    def follow(advance):
-        def on_chunk(chunk):
+    def follow(progress, method, total):
+        def show(chunk):
             if chunk.index == 3:
                 stop()
 
-        return on_chunk
+        return show
 
     return follow
 
@@ -312,11 +327,11 @@ def terminate():
 )
 def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, line):
     former = signal.getsignal(signal.SIGTERM)
-    arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
+    arguments = ["read", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
     assert run(*arguments, "--out", "whole")[0] == 0
 
     with monkeypatch.context() as patched:
-        patched.setattr("locas_command.running.follow", stop_with(stop))
+        patched.setattr("locas_command.running.follow_steps", stop_with(stop))
         assert run(*arguments, "--out", "parts") == (
             code,
             "",
@@ -332,9 +347,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert names(tmp_path / "parts") == MEMORY_FILES
     name = "adapter_model.safetensors"
     assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    parts, whole = (
-        json.loads((tmp_path / d / "reading.json").read_text()) for d in ("parts", "whole")
-    )
+    parts, whole = (read_stages(tmp_path / folder)[0] for folder in ("parts", "whole"))
     assert parts["nll_nats"] == whole["nll_nats"]
 
 
@@ -342,14 +355,15 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
 
 # One refusal of each check that a command makes itself, and one of each that it leaves to a room.
 REFUSALS = [
-    ("memorise text.txt", 'Unknown command "memorise". Did you mean "memorize"?'),
-    ("memorize", "give either a TEXT or --manifest, one of the two: see locas memorize --help"),
+    ("reed text.txt", 'Unknown command "reed". Did you mean "read"?'),
+    ("read", "give either a TEXT or --manifest, one of the two: see --help"),
+    ("study", "give either a TEXT or --manifest, one of the two: see --help"),
     (
-        "memorize text.txt --win 3",
-        "Unknown option: --win. Did you mean --window?: see locas memorize --help",
+        "read text.txt --win 3",
+        "Unknown option: --win. Did you mean --window?: see locas read --help",
     ),
     (
-        "memorize --manifest m.jsonl --win 3",
+        "read --manifest m.jsonl --win 3",
         "text must be a file, or - for stdin, got the unknown option '--win': ",
     ),
     (
@@ -357,72 +371,84 @@ REFUSALS = [
         "text must be a file, or - for stdin, got the unknown option '--win=3'",
     ),
     (
-        "memorize text.txt",
+        "read text.txt",
         "--out must name a folder for what locas-glu learns, got none: add --out DIR",
     ),
-    ("memorize text.txt --out text.txt", "--out must be a folder, got "),
-    ("memorize text.txt --out link", "--out must be a folder, got "),
+    ("read text.txt --out text.txt", "--out must be a folder, got "),
+    ("read text.txt --out link", "--out must be a folder, got "),
     (
-        "memorize text.txt --out ''",
-        "Invalid value for --out: must name a path, got an empty text: see locas memorize",
+        "read text.txt --out ''",
+        "Invalid value for --out: must name a path, got an empty text: see locas read",
     ),
     (
-        "memorize text.txt --out=",
-        "Invalid value for --out: must name a path, got an empty text: see locas memorize ",
+        "read text.txt --out=",
+        "Invalid value for --out: must name a path, got an empty text: see locas read ",
     ),
     (
-        "memorize none.txt --out m",
+        "read none.txt --out m",
         "text must be an existing file, got 'none.txt': check the path, or give - to read ",
     ),
-    ("memorize short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
+    ("read short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
     (
-        "memorize text.txt --out m --model ./no",
+        "read text.txt --out m --model ./no",
         "model must be an existing folder or a name on the hub, got './no': ",
     ),
     (
-        "memorize text.txt --out m --json no/r.json",
+        "read text.txt --out m --json no/r.json",
         "--json must lie in an existing folder, got 'no/r.json': make its",
     ),
     (
-        "memorize text.txt --out m --resume --overwrite",
+        "read text.txt --out m --resume --overwrite",
         "--resume and --overwrite exclude each other: continue, or ",
     ),
     (
-        "memorize text.txt --out m --window 4096",
+        "read text.txt --out m --window 4096",
         "window must be within the model's 2048 positions, got 4096: lower ",
     ),
     (
-        "memorize text.txt --out m --layers top",
+        "read text.txt --out m --layers top",
         "Invalid value for --layers: must be upper, or indices separated by ",
     ),
     (
-        "memorize text.txt --out m --layers 5,6",
+        "read text.txt --out m --layers 5,6",
         "--layers must lie below 6, the layers of Qwen3ForCausalLM",
     ),
     (
-        "memorize text.txt --out m --lr -1",
+        "read text.txt --out m --lr -1",
         "--lr must be a number above 0, got -1.0: ",
     ),
     (
-        "memorize learning_rate --out m",
+        "read learning_rate --out m",
         "text must be an existing file, got 'learning_rate': check the path, or give - ",
     ),
     (
-        "memorize text.txt --out m --epsilon 0.1",
+        "read text.txt --out m --epsilon 0.1",
         "epsilon has no meaning for the method 'locas-glu', got 0.1: leave ",
     ),
-    ("memorize text.txt --out m --r many", "Invalid value for --r: unable to convert "),
+    ("read text.txt --out m --r many", "Invalid value for --r: unable to convert "),
     (
-        "memorize text.txt --out m --r 9999999999999999",
+        "read text.txt --out m --r 9999999999999999",
         "r must be at most 281,474,976,710,656, got 9,999,999,999,999",
     ),
     (
-        "memorize text.txt --out m --checkpoint-seconds -1",
+        "read text.txt --out m --checkpoint-seconds -1",
         'Invalid value "-1.0" for --checkpoint-seconds. Must be >=',
     ),
     (
-        "memorize text.txt --out m --exchanges-file e",
-        "--exchanges-file needs --study, got 'e' without it: add ",
+        "study text.txt --out m --exchanges-file e",
+        "'e' cannot be read or written (No such file or ",
+    ),
+    (
+        "read text.txt --out m --exchanges 3",
+        "Unknown option: --exchanges",
+    ),
+    (
+        "study text.txt --out m --stride 3",
+        "Unknown option: --stride",
+    ),
+    (
+        "study text.txt --out m --method none",
+        "a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say",
     ),
     (
         "eval perplexity text.txt --method none,none",
@@ -456,7 +482,7 @@ REFUSALS = [
         "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
     ),
     (
-        "memorize text.txt --out m --study --passes 0",
+        "study text.txt --out m --passes 0",
         "passes must be at least 1, got 0: raise it",
     ),
     (
@@ -511,20 +537,30 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("study text.txt --out m --exchanges 0", "exchanges must be at least 1, got 0: raise it"),
+        ("study text.txt --out m --lr 0", "--lr must be a number above 0, got 0.0: "),
+        ("study text.txt --out m --layers 3,3", "--layers must be 'upper' or a list of different"),
+        ("study text.txt --out m --max-slot-norm -1", "--max-slot-norm must be 0 or a finite "),
         (
-            "memorize text.txt --out m --exchanges 3",
-            "exchanges has no meaning without study, got 3: ",
+            "study text.txt --out m --exchanges-file bad.jsonl",
+            "each line of 'bad.jsonl' must be a JSON object with the texts `question` and `answer`",
         ),
+        ("study text.txt --out m --exchanges-file no.jsonl", "'no.jsonl' cannot be read or "),
+        ("study text.txt --out m --method lora --init topk", "init has no meaning for the method "),
+        ("read text.txt --out m --lr nan", "--lr must be a number above 0, got nan: "),
+        ("read text.txt --out m --layers 1,1", "--layers must be 'upper' or a list of different"),
+        ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
+        ("read text.txt --out m --slots-per-chunk 0", "--slots-per-chunk must be at least 1, got"),
         (
-            "memorize text.txt --out m --epsilon 1",
+            "read text.txt --out m --epsilon 1",
             "epsilon has no meaning for the method 'locas-glu'",
         ),
-        ("memorize text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
+        ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
         (
             "eval perplexity text.txt --method lora --scaling 2",
             "scaling has no meaning for the method",
         ),
-        ("eval locomo talks.json --passes 2", "passes has no meaning without study, got 2: "),
+        ("eval locomo talks.json --passes 2", "--passes has no meaning without --study, got 2: "),
     ],
 )
 def test_contradictions_are_refused_before_a_base_is_loaded(
@@ -535,7 +571,10 @@ def test_contradictions_are_refused_before_a_base_is_loaded(
 
     monkeypatch.setattr("locas_peft.bases.loading.load_base", fail)
     write_samples(tmp_path, make_samples())
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    before = names(tmp_path)
     assert refused(run, *command.split()).startswith(message)
+    assert names(tmp_path) == before
 
 
 def test_a_stride_that_only_a_real_base_has_room_for_is_not_refused_before(run, monkeypatch):
@@ -547,7 +586,7 @@ def test_a_stride_that_only_a_real_base_has_room_for_is_not_refused_before(run, 
 
     monkeypatch.setattr("locas_peft.bases.loading.load_base", load)
     with pytest.raises(LoadedError):
-        run("memorize", "text.txt", "--out", "m", "--stride", "1024")
+        run("read", "text.txt", "--out", "m", "--stride", "1024")
 
 
 @pytest.mark.parametrize(
@@ -568,7 +607,7 @@ def test_errors_of_the_machine_are_one_line(run, monkeypatch, error, line):
         raise error
 
     monkeypatch.setattr(text, "load_text", fail)
-    assert refused(run, "memorize", "text.txt", "--out", "memory").startswith(line)
+    assert refused(run, "read", "text.txt", "--out", "memory").startswith(line)
 
 
 def test_each_shared_option_arrives_in_the_settings(run):
@@ -590,7 +629,7 @@ def test_each_shared_option_arrives_in_the_settings(run):
     }
     given = [word for option, (_, value) in options.items() for word in (option, value)]
     code, stdout, _ = run(
-        "memorize",
+        "read",
         "text.txt",
         "--out",
         "m",
@@ -653,7 +692,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", fill)
-    code, _, stderr = run("memorize", "text.txt", "--out", "a/memory", "--r", 4, *FAST, *NO_ANCHOR)
+    code, _, stderr = run("read", "text.txt", "--out", "a/memory", "--r", 4, *FAST, *NO_ANCHOR)
     assert code == 2
     assert stderr.splitlines()[-1].startswith("error: the disk is full while writing ")
     assert stderr.endswith(
@@ -671,7 +710,7 @@ def test_a_full_device_under_stdout_of_json(run, monkeypatch):
     )
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(
+        assert run("read", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(
             f"error: {line}\n"
         )
     # At its end, Python writes what is left in the buffer of stdout.
@@ -690,16 +729,16 @@ def test_defects_keep_their_traceback(run, monkeypatch):
     monkeypatch.setattr(text, "load_text", lambda path: [] + 1)
     monkeypatch.chdir("/")
     with pytest.raises(TypeError):
-        cli.main(["memorize", "text.txt", "--method", "none"])
+        cli.main(["read", "text.txt", "--method", "none"])
     monkeypatch.setattr(text, "load_text", lambda path: {}["missing"])
     with pytest.raises(KeyError):
-        cli.main(["memorize", "text.txt", "--method", "none"])
+        cli.main(["read", "text.txt", "--method", "none"])
 
 
 def test_the_traceback_can_be_asked_for(run, monkeypatch):
     monkeypatch.setenv("LOCAS_TRACEBACK", "1")
     with pytest.raises(ValueError, match="text must be an existing file"):
-        cli.main(["memorize", "none.txt", "--method", "none"])
+        cli.main(["read", "none.txt", "--method", "none"])
 
 
 # ---------------------------------------------------------------------- files of the user, and of killed processes
@@ -707,16 +746,14 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 
 def test_paths_are_not_markup(run, tmp_path):
     folder = tmp_path / "notes[" / "draft]"
-    code, stdout, _ = run(
-        "memorize", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR
-    )
+    code, stdout, _ = run("read", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR)
     assert (code, names(folder)) == (0, MEMORY_FILES)
     assert "The memory is in notes[/draft]. Next: " in stdout
     code, stdout, stderr = run(
-        "memorize", "text.txt", "--out", "notes[/draft]", "--resume", "--r", 4, *FAST, *NO_ANCHOR
+        "read", "text.txt", "--out", "notes[/draft]", "--resume", "--r", 4, *FAST, *NO_ANCHOR
     )
     assert code == 0 and stderr.startswith(
-        "notes[/draft] holds the finished memory of this very reading"
+        "notes[/draft] holds this finished memory: nothing is left to do"
     )
     assert run("inspect", "notes[/draft]", "--json", "-")[0] == 0
 
@@ -833,28 +870,43 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     )
 
 
-def test_memorize_studies_given_exchanges(run, tmp_path):
+def test_study_learns_given_exchanges(run, tmp_path):
     line = '{"question": "Who came?", "answer": "The old man."}\n'
     (tmp_path / "mine.jsonl").write_text(line)
-    arguments = (
-        "memorize",
-        "text.txt",
-        "--out",
-        "m",
-        "--r",
-        4,
-        *FAST,
-        *NO_ANCHOR,
-        "--exchanges-file",
-        "mine.jsonl",
-    )
-    code, stdout, _ = run(*arguments, "--study", "--passes", 2, "--json", "r.json")
+    given = ("--exchanges-file", "mine.jsonl", "--passes", 2)
+    arguments = ("study", "text.txt", "--out", "m", "--r", 4, *QUICK, *NO_ANCHOR, *given)
+    code, stdout, _ = run(*arguments, "--json", "r.json")
     assert code == 0 and "asked 1, kept 1 exchange;" in stdout
-    assert json.loads((tmp_path / "r.json").read_text())["studied"]["steps"] == 2
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert (record["stage"], record["steps"], record["given"]) == ("study", 2, True)
+    assert read_stages(tmp_path / "m") == [record]
+    assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
     assert json.loads((tmp_path / "m" / "exchanges.jsonl").read_text())["answer"] == "The old man."
-    assert "nothing is left to do" in run(*arguments, "--study", "--passes", 2, "--resume")[2]
+    assert "nothing is left to do" in run(*arguments, "--resume")[2]
     (tmp_path / "mine.jsonl").write_text(line + "{\n")
-    assert "got something else in line 2" in run(*arguments, "--study", "--overwrite")[2]
+    assert "got something else in line 2" in run(*arguments, "--overwrite")[2]
+
+
+def test_a_study_goes_on_with_a_reading_and_keeps_what_was_read(run, tmp_path, memory):
+    shutil.copytree(memory, tmp_path / "m")
+    (tmp_path / "mine.jsonl").write_text('{"question": "Who came?", "answer": "The old man."}\n')
+    given = ("--exchanges-file", "mine.jsonl", "--passes", 1, *NO_ANCHOR)
+    arguments = ("study", "text.txt", "--from", "m", *QUICK, *given)
+    read_nats = read_stages(tmp_path / "m")[0]["nll_nats"]
+    assert run(*arguments)[0] == 0
+    stages = read_stages(tmp_path / "m")
+    assert [stage["stage"] for stage in stages] == ["read", "study"]
+    assert stages[0]["nll_nats"] == read_nats
+    assert [stage["r"] for stage in stages] == [16, 16]
+    before, after = (
+        load_file(folder / "adapter_model.safetensors") for folder in (memory, tmp_path / "m")
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        kept = torch.nn.functional.cosine_similarity(value.flatten(), after[name].flatten(), dim=0)
+        assert kept > 0.9, name
+    message = "r must be 16 as in the memory 'm' to go on with, got 8: leave it out"
+    assert refused(run, *arguments, "--r", 8) == message
 
 
 def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
@@ -866,15 +918,17 @@ def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
-def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
-    options = (*FAST, *NO_ANCHOR, "--max-tokens", 60, "--window", 256, "--study", "--exchanges", 3)
-    code, stdout, stderr = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
-    assert code == 0 and "kept 0 exchanges" in stdout
-    assert (
-        "nothing was studied: the model wrote no usable exchange. Samples: " in stderr
-        and stderr.count(" | ") >= 2
+def test_a_study_that_keeps_no_exchange_is_one_line_and_leaves_no_memory(run, tmp_path):
+    options = (*QUICK, *NO_ANCHOR, "--max-tokens", 60, "--window", 256, "--exchanges", 3)
+    code, stdout, stderr = run("study", "text.txt", "--out", "m", "--r", 4, *options)
+    assert (code, stdout) == (2, "")
+    line = stderr.splitlines()[-1]
+    assert line.startswith(
+        "error: nothing was studied: the model wrote no usable exchange (samples: "
     )
-    assert names(tmp_path / "m") == sorted(MEMORY_FILES)
+    assert line.endswith("): choose a larger model, one with a chat template, or give exchanges")
+    assert line.count(" | ") >= 2
+    assert names(tmp_path) == ["text.txt"]
 
 
 def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
@@ -1049,7 +1103,8 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     assert "model.layers.*.mlp" in stdout and "│ 5 " in stdout
     value = json.loads((tmp_path / "i.json").read_text())
     assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
-    assert value["parameters"] == 6 * (3 * 16 * 256 + 2)
+    # A layer has the two scales, and whether it is calibrated, beside its rows.
+    assert value["parameters"] == 6 * (3 * 16 * 256 + 3)
     assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
 
 
@@ -1066,8 +1121,7 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
     ]
     assert stdout.startswith("Who?\n") and stdout.endswith("0 of 1 right\n")
     assert (
-        run("memorize", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0]
-        == 0
+        run("read", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0] == 0
     )
     answers = [
         json.loads(run("ask", "Who?", *options, "--json", "-")[1])[0]["answer"]
@@ -1101,7 +1155,7 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         ("bread", "Hilda Brass bakes rye bread. "),
     ):
         (tmp_path / f"{name}.txt").write_text(said * 8)
-        assert run("memorize", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
+        assert run("read", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
     asked = (
         "ask",
         "Who lit the lamp at Skarn?",
@@ -1120,12 +1174,11 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         "bread",
     }
     assert (
-        run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0]
-        == 0
+        run("read", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0] == 0
     )
     sample = (tmp_path / "notes/bread/sample.txt").read_text()
     assert "Hilda" in sample and "Peder" in sample
-    assert run("memorize", "text.txt", "--from", "notes/bread", *FAST, *NO_ANCHOR)[0] == 0
+    assert run("read", "text.txt", "--from", "notes/bread", *FAST, *NO_ANCHOR)[0] == 0
     assert (tmp_path / "notes/bread/sample.txt").read_text().startswith(sample)
     assert run("forget", "notes", "lamp")[0] == 0
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
@@ -1136,39 +1189,39 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         ),
         (
             ("forget", "none", "lamp"),
-            "a library must be a folder of memories, got 'none': memorize --library",
+            "a library must be a folder of memories, got 'none': locas read",
         ),
         (
             ("ask", "Who?", "--library", "none"),
-            "--library must name a folder, got 'none': make one with memorize",
+            "--library must name a folder, got 'none': make one with locas read",
         ),
         (
             ("ask", "Who?", "--library", "notes", "--memory", "m"),
             "--library chooses the memory itself, got --memory",
         ),
         (
-            ("memorize", "lamp.txt", "--library", "notes", "--out", "o"),
+            ("read", "lamp.txt", "--library", "notes", "--out", "o"),
             "--library saves the memory itself, got --out",
         ),
         (
-            ("memorize", "lamp.txt", "--out", "o", "--name", "n"),
+            ("read", "lamp.txt", "--out", "o", "--name", "n"),
             "--name names a memory of a library, got 'n' without",
         ),
         (
-            ("memorize", "lamp.txt", "--library", "notes", "--name", "../x"),
+            ("read", "lamp.txt", "--library", "notes", "--name", "../x"),
             "name must be at most 60 letters, digits",
         ),
         (
-            ("memorize", "lamp.txt", "--from", "notes/bread", "--r", 2),
+            ("read", "lamp.txt", "--from", "notes/bread", "--r", 2),
             "r must be 64 as in the memory 'notes/bread' to go",
         ),
         (
-            ("memorize", "lamp.txt", "--library", "notes", "--from", "jam"),
+            ("read", "lamp.txt", "--library", "notes", "--from", "jam"),
             "there is no memory 'jam' in this library",
         ),
         (
-            ("memorize", "lamp.txt", "--from", "jam"),
-            "memory 'jam' must have a reading.json, got none",
+            ("read", "lamp.txt", "--from", "jam"),
+            "memory 'jam' must have a record.json, got none",
         ),
     ]
     for arguments, message in refusals:
@@ -1179,21 +1232,21 @@ def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
     for name in ("lamp", "bread"):
         (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
     made = ("--layers", "upper", "--r", 4, "--scaling", 0.5, *FAST, *NO_ANCHOR)
-    assert run("memorize", "lamp.txt", "--library", "notes", "--name", "lamp", *made)[0] == 0
+    assert run("read", "lamp.txt", "--library", "notes", "--name", "lamp", *made)[0] == 0
     # Where a job always says --resume, and names the folder of a memory in the library.
-    go_on = ("memorize", "bread.txt", "--from", "notes/lamp", "--resume", *FAST, *NO_ANCHOR)
+    go_on = ("read", "bread.txt", "--from", "notes/lamp", "--resume", *FAST, *NO_ANCHOR)
     assert run(*go_on, "--library", "notes")[0] == 0
     assert names(tmp_path / "notes") == ["lamp"]
-    record = json.loads((tmp_path / "notes/lamp/reading.json").read_text())
+    record = read_stages(tmp_path / "notes/lamp")[-1]
     assert [record[name] for name in ("title", "r", "layers_to_transform", "scaling")] == [
         "bread.txt",
         4,
         "upper",
         0.5,
     ]
-    before = (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns
+    before = (tmp_path / "notes/lamp/record.json").stat().st_mtime_ns
     assert (
-        run(*go_on)[0] == 0 and (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns == before
+        run(*go_on)[0] == 0 and (tmp_path / "notes/lamp/record.json").stat().st_mtime_ns == before
     )
     message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
     assert refused(run, *go_on, "--method", "lora") == message
@@ -1229,7 +1282,7 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
 )
 def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):
     code, _, stderr = run(
-        "memorize", "text.txt", "--out", "memory", "--r", 4, *arguments, *FAST, *NO_ANCHOR
+        "read", "text.txt", "--out", "memory", "--r", 4, *arguments, *FAST, *NO_ANCHOR
     )
     assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in stderr
     assert not list(tmp_path.glob("memory/**/*.safetensors"))
@@ -1296,8 +1349,9 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
             return [Answer(question, said[method]) for question in questions]
 
     def teach(*args, **kwargs):
-        taught.append(args[2].method.name)
-        return teach_page(*args, **kwargs)
+        base, tokenizer, settings, *others = args
+        taught.append(settings.method)
+        return teach_page(base, tokenizer, replace(settings, passes=1), *others, **kwargs)
 
     page, teach_page = demo.load_page()[:420], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
@@ -1308,7 +1362,6 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     ]
     written = [SimpleNamespace(passages=2, exchanges=exchanges)]
     monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
-    monkeypatch.setattr(StudySettings, "passes", 1)
     monkeypatch.setattr(demo, "Answerer", Answerer)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = [
@@ -1336,15 +1389,14 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[1].keys() == {"method", "recall_right", "recall_asked"}
     read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
-    assert [memory_folder.Reading.from_json(value).method for value in read] == [
+    assert [parse_record(value).method for value in read] == [
         "locas-glu",
         "lora",
     ]
-    made = json.loads((tmp_path / "demo" / "locas-glu" / "reading.json").read_text())
-    assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, (
-        "the whole page"
-    )
-    assert made["study"] and made["studied"]["exchanges_sha256"]
+    (made,) = read_stages(tmp_path / "demo" / "locas-glu")
+    whole_page = text.tokenize(backbone.load()[1], page)
+    assert made["text_sha256"] == text.digest_ids(whole_page) and len(whole_page) > 100
+    assert made["stage"] == "study" and made["exchanges_sha256"]
     rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
     assert rows == ["none", "in-context", "locas-glu", "lora"]
     shown = [line.strip() for line in stdout.splitlines() if line.strip() in said.values()]
@@ -1395,10 +1447,10 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
     monkeypatch.setenv("RANK", str(index))
     line = (
         "error: this command must run in one process, got 2: start it without a launcher; several processes can share "
-        "locas eval and memorize --manifest\n"
+        "locas eval, and read and study --manifest\n"
     )
-    assert run("memorize", "text.txt", "--out", "memory") == (2, "", "" if index else line)
-    assert run("memorise")[0] == 2
+    assert run("read", "text.txt", "--out", "memory") == (2, "", "" if index else line)
+    assert run("reed")[0] == 2
     code, _, stderr = run("eval", "perplexity", "none.txt")
     assert (code, stderr.startswith("error: text must be an existing file")) == (2, index == 0)
     code, _, stderr = run("eval", "perplexity", "text.txt", "--device", "cuda:0")
@@ -1409,7 +1461,8 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "memorize --help", "eval locomo --help", "--version", "memorise"]
+    "arguments",
+    ["--help", "read --help", "study --help", "eval locomo --help", "--version", "reed"],
 )
 def test_help_imports_neither_torch_nor_peft(arguments):
     script = "import atexit, sys\nfrom locas_command import main\nslow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
@@ -1417,7 +1470,7 @@ def test_help_imports_neither_torch_nor_peft(arguments):
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True
     )
-    assert process.returncode == (2 if arguments == "memorise" else 0)
+    assert process.returncode == (2 if arguments == "reed" else 0)
     assert process.stdout.endswith("imported: set()\n")
 
 

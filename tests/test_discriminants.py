@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import attached, memorize
 from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, text
@@ -20,8 +17,10 @@ from locas_peft.selfstudy.discriminants import (
     place_discriminants,
     upper_layers_trained,
 )
+from locas_peft.stages import Place, ReadSettings, attached, complete, study
 from locas_peft.ttt.active import calibrate_empty
 from locas_peft.tuner.attached import list_layers
+from locas_settings import StudySettings
 
 TEXT = "The house on the hill was built by the old man with a stone from the river."
 QUESTIONS = (
@@ -42,7 +41,7 @@ def loaded():
 @pytest.fixture
 def model(loaded):
     base, tokenizer = loaded
-    settings = ReadingSettings(r=8).complete(base)
+    settings = complete(ReadSettings(r=8), base)
     with attached(base, settings) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         yield model
@@ -137,13 +136,13 @@ def test_lower_layers_are_not_trained_meanwhile(model):
 
 def test_each_passage_needs_a_slot_in_each_layer(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=16).complete(base)) as model:
+    with attached(base, complete(ReadSettings(r=16), base)) as model:
         assert [can_tell_apart(model, passages) for passages in (7, 8, 9)] == [False, True, False]
 
 
 def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=16).complete(base)) as model:
+    with attached(base, complete(ReadSettings(r=16), base)) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         layer = list_layers(model)[-1]
         before = layer.locas_gate["default"].weight.clone()
@@ -162,10 +161,11 @@ def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_narrowest_memories_are_studied_too(width, loaded, tmp_path):
     base, tokenizer = loaded
-    settings = ReadingSettings(r=width, study=True, passes=1, anchor=0.0)
-    options = {"tokenizer": tokenizer, "exchanges": GIVEN, "out": tmp_path / "m"}
-    reading = memorize(base, text.tokenize(tokenizer, TEXT), settings, **options)
-    assert reading.studied["kept"] == len(GIVEN) and reading.studied["steps"] == 1
+    settings = StudySettings(r=width, passes=1, anchor=0.0)
+    ids = text.tokenize(tokenizer, TEXT)
+    place = Place(out=tmp_path / "m")
+    record = study(base, tokenizer, ids, settings, place, exchanges=GIVEN)
+    assert record.kept == len(GIVEN) and record.steps == 1
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,9 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
         "locas_peft.selfstudy.learning.place_discriminants",
         lambda *a, **o: [calls.append(o), place(*a, **o)],
     )
-    settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=16, **fields)
-    memorize(
-        base,
-        text.tokenize(tokenizer, TEXT),
-        settings,
-        tokenizer=tokenizer,
-        exchanges=GIVEN,
-        out=tmp_path / "m",
-    )
+    settings = StudySettings(passes=1, anchor=0.0, r=16, **fields)
+    ids = text.tokenize(tokenizer, TEXT)
+    study(base, tokenizer, ids, settings, Place(out=tmp_path / "m"), exchanges=GIVEN)
     assert calls == ([{"inside": False}, {"inside": True}] if placed else [])
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
     if "method" not in fields:
@@ -204,7 +198,7 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
 
 def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=8).complete(base)) as model:
+    with attached(base, complete(ReadSettings(r=8), base)) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         model.add_adapter("other", LocasConfig(r=8, task_type="CAUSAL_LM"))
         model.base_model.set_adapter(["other", "default"])
@@ -231,43 +225,36 @@ def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_l
 ):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
     base, tokenizer = loaded
-    settings = ReadingSettings(study=True, passes=4, anchor=0.3, r=16)
-    options = {"tokenizer": tokenizer, "exchanges": GIVEN, "checkpoint_seconds": 0}
+    settings = StudySettings(passes=4, anchor=0.3, r=16)
     ids, folders = text.tokenize(tokenizer, TEXT), [tmp_path / name for name in ("whole", "broken")]
 
     def interrupt(step):
         if step.phase == "learn" and step.done >= 2:
             raise KeyboardInterrupt
 
-    memorize(base, ids, settings, out=folders[0], **options)
-    broken = {"out": folders[1], "checkpoint_dir": folders[1] / CHECKPOINT_FOLDER, **options}
+    def learn(on_step=None, **place):
+        place = Place(checkpoint_seconds=0, **place)
+        study(base, tokenizer, ids, settings, place, exchanges=GIVEN, on_step=on_step)
+
+    learn(out=folders[0])
+    broken = {"out": folders[1], "checkpoint_dir": folders[1] / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, ids, settings, on_study=interrupt, **broken)
-    memorize(base, ids, settings, resume=True, **broken)
+        learn(interrupt, **broken)
+    learn(resume=True, **broken)
     found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
-    memorize(
-        base,
-        ids,
-        replace(settings, study=False, passes=None),
-        out=tmp_path / "read",
-        tokenizer=tokenizer,
-    )
-    read = load_file(tmp_path / "read" / "adapter_model.safetensors")
-    changed = [
-        not torch.equal(read[key], found[0][key]) for key in sorted(read) if "locas_down" in key
-    ]
+    # The values of a fresh memory are zero.
+    changed = [bool(found[0][key].any()) for key in sorted(found[0]) if "locas_down" in key]
     first = int(discriminants.FIRST_LAYER * len(changed))
     assert changed == [number >= first for number in range(len(changed))]
 
 
 def test_a_study_that_is_left_at_a_step_leaves_the_memory_trainable(model, loaded):
     tokenizer = loaded[1]
-    study = SelfStudy(
-        model, tokenizer, text.tokenize(tokenizer, TEXT), per_passage=1, passes=2, learning_rate=1e-3, given=GIVEN,
-        discriminants=True,
-    )  # fmt: skip
+    settings = StudySettings(passes=2, learning_rate=1e-3)
+    ids = text.tokenize(tokenizer, TEXT)
+    study = SelfStudy(model, tokenizer, ids, settings, given=GIVEN, discriminants=True)
     before = [each.requires_grad for each in model.parameters()]
     steps = study.run()
     next(steps)

@@ -17,13 +17,12 @@ from peft import get_peft_model
 
 from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, demo, files
-from locas_peft.asking.answers import ask
+from locas_peft.asking import Answerer
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases.gguf import find_gguf, is_installed, load_gguf
 from locas_peft.bases.loading import load_base
 from locas_peft.memories.loading import load_memory
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import memorize
+from locas_peft.stages import Place, ReadSettings, read
 from locas_peft.text import tokenize
 
 CPU = torch.device("cpu")
@@ -238,13 +237,9 @@ def test_the_command_says_on_stderr_that_it_converts_a_file(tmp_path, assets, ca
 def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
     path = write_gguf(tmp_path / "tiny.gguf")
     model, tokenizer = load_base(str(path), dtype="float32", device="cpu")
-    settings = ReadingSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
-    memorize(
-        model,
-        tokenize(tokenizer, "A lighthouse that does not exist."),
-        settings,
-        out=tmp_path / "memory",
-    )
+    settings = ReadSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
+    input_ids = tokenize(tokenizer, "A lighthouse that does not exist.")
+    read(model, input_ids, settings, Place(out=tmp_path / "memory"))
     card = (tmp_path / "memory" / "README.md").read_text()
     assert (
         f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})"
@@ -294,9 +289,8 @@ def test_a_pretrained_model_answers(smollm2):
     with torch.no_grad():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
     (question,) = demo.load_page_questions()[1:2]
-    assert (
-        "1868" in ask(model, tokenizer, [question], context=demo.load_page(), max_new_tokens=24)[0]
-    )
+    informed = Answerer(model, tokenizer, context=demo.load_page(), max_new_tokens=24)
+    assert "1868" in informed.answer([question])[0].text
 
 
 @needs_smollm2
@@ -313,8 +307,9 @@ def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
     adapted.eval().save_pretrained(tmp_path / "memory", save_embedding_layers=False)
     with torch.no_grad():
         learned = adapted(ids.unsqueeze(0)).logits
-    (answer,) = ask(adapted, tokenizer, demo.load_page_questions()[:1], max_new_tokens=8)
-    assert answer
+    answerer = Answerer(adapted, tokenizer, max_new_tokens=8)
+    (answer,) = answerer.answer(demo.load_page_questions()[:1])
+    assert answer.text
     base = adapted.unload()
     base.__dict__.pop("peft_config", None)
 

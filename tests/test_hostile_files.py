@@ -84,7 +84,17 @@ STRINGS = [
     "a\nb",
     "\x1b[2J",
 ]
-STRINGS += ["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "LORA", "IA3", "write", "paper"]
+STRINGS += [
+    "CAUSAL_LM",
+    "SEQ_2_SEQ_LM",
+    "SEQ_CLS",
+    "TOKEN_CLS",
+    "QUESTION_ANS",
+    "LORA",
+    "IA3",
+    "write",
+    "paper",
+]
 NUMBERS = [None, True, False, 0, 1, -1, 3, 10**9, 10**30, 0.5, 1e308, -1e308, 1e12, inf, nan]
 LISTS = [
     [],
@@ -137,7 +147,9 @@ def change_header(draw, folder: Path) -> None:
     entry = header[key]
     if kind == 0:
         entry["dtype"] = draw(
-            st.sampled_from(["F32", "F16", "BF16", "F64", "I8", "U8", "I64", "BOOL", "F8_E4M3", "C64", "X"])
+            st.sampled_from(
+                ["F32", "F16", "BF16", "F64", "I8", "U8", "I64", "BOOL", "F8_E4M3", "C64", "X"]
+            )
         )
     elif kind == 1:
         entry["shape"] = draw(st.sampled_from(SHAPES))

@@ -1,6 +1,11 @@
-"""The house: imports run one way, and the tuner imports nothing from outside its folder."""
+"""The house: imports run one way, and the tuner imports nothing from outside its folder.
+
+The settings lie in a package of their own, below everything: the command line reads them before it
+imports torch.
+"""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,12 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "locas_peft"
+SETTINGS = ROOT / "src" / "locas_settings"
 # A room may import the rooms below it, and the rooms on its own floor that stand to the right of it.
 FLOORS = [
     ["app", "demo"],
     ["evaluation"],
     ["library"],
-    ["reading"],
+    ["stages"],
     ["progress"],
     ["memories", "selfstudy"],
     ["slots"],
@@ -25,11 +31,12 @@ FLOORS = [
     ["text", "files", "backbone", "registration", "processes"],
     ["checks"],
     ["tuner"],
+    ["locas_settings"],
 ]
 
 
 def imports_of(path: Path) -> set[str]:
-    """The package's own rooms that a file imports: 'tuner', 'ttt', ..."""
+    """The package's own rooms that a file imports: 'tuner', 'ttt', ..., and 'locas_settings'."""
     package = ["locas_peft", *path.relative_to(PACKAGE).parts[:-1]]
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -46,6 +53,7 @@ def imports_of(path: Path) -> set[str]:
             for name in names
             if name[0] == "locas_peft" and len(name) > 1 and name[1] != "__version__"
         }
+        rooms |= {name[0] for name in names if name[0] == SETTINGS.name}
     return rooms
 
 
@@ -90,3 +98,17 @@ def test_the_tuner_could_be_moved_whole(path):
     # What PEFT itself needs.
     assert packages_of(path) <= {"accelerate", "peft", "safetensors", "torch", "transformers"}
     assert "`locas " not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(SETTINGS.rglob("*.py")), ids=lambda path: path.name)
+def test_the_settings_are_below_everything(path):
+    # Neither torch nor locas_peft, whose imports take seconds.
+    assert packages_of(path) <= {"cyclopts"}
+
+
+def test_the_settings_import_no_torch():
+    script = (
+        "import sys, locas_settings; print({'torch', 'peft', 'locas_peft'} & sys.modules.keys())"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "set()\n")

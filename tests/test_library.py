@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.record import load_reading
 from safetensors.torch import load_file
 
 import locas_peft.library.library as module
@@ -21,6 +19,7 @@ from locas_peft.library.routing import LEAST_SCORE, list_passages, route
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
 from locas_peft.memories.folder import pack
 from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
+from locas_peft.stages import ReadSettings, load_records
 
 FIXTURES = Path(__file__).parent / "fixtures" / "0.2.0"
 
@@ -30,7 +29,7 @@ TEXTS = {
     "bread": "The bakery in Dunmarrow belongs to Hilda Brass, who bakes rye bread on Tuesdays. "
     * 6,
 }
-SETTINGS = ReadingSettings(r=4, window=64, stride=32, anchor=0.0)
+SETTINGS = ReadSettings(r=4, window=64, stride=32, anchor=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +222,7 @@ def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_chunk=interrupt)
+        library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
     assert library.list_unfinished() == ["half"] and "half" not in library.list()
     list_memories(library.folder)
     assert capsys.readouterr().out.splitlines()[-1] == "half   unfinished"
@@ -233,7 +232,7 @@ def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
     assert library.list_unfinished() == [] and not (library.folder / "half").exists()
 
 
-def test_a_memory_is_added_as_memorize_writes_it(library, base, made, tmp_path):
+def test_a_memory_is_added_whole_or_refused(library, base, made, tmp_path):
     library.add(*base, TEXTS["lamp"], "again", SETTINGS)
     one, two = (
         load_file(library.find(name) / "adapter_model.safetensors") for name in ("lamp", "again")
@@ -257,7 +256,7 @@ def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, nam
 
 
 def test_memories_of_two_bases_are_refused(library, base):
-    other = SimpleNamespace(complete=lambda *_: SimpleNamespace(model="another", max_tokens=None))
+    other = replace(SETTINGS, model="another")
     with pytest.raises(
         ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another"
     ):
@@ -303,7 +302,7 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_a_reading_is_finished_only_from_the_same_memory(library, base):
     library.add(*base, TEXTS["bread"], "scratch", SETTINGS)
     with pytest.raises(
-        ValueError, match="^start must be None as in the memory in '.*scratch', got '.*': choose"
+        ValueError, match="^origin must be None as in the memory in '.*scratch', got '.*': choose"
     ):
         library.add(
             *base, TEXTS["bread"], "scratch", SETTINGS, start=library.find("lamp"), resume=True
@@ -333,8 +332,8 @@ def test_a_studied_memory_of_a_former_version_is_asked_packed_and_forgotten(form
 
 
 def test_what_a_former_version_made_to_find_passages_leaves_with_the_next_reading(former, base):
-    settings = load_reading(former.find("notes")).settings
-    former.add(*base, TEXTS["bread"], "notes", settings, start=former.find("notes"), exchanges=[])
+    settings = load_records(former.find("notes"))[-1].settings
+    former.add(*base, TEXTS["bread"], "notes", settings, start=former.find("notes"))
     assert not (former.find("notes") / "passages.safetensors").exists()
     assert former.route(["Who bakes rye bread on Tuesdays?"]) == ["notes"]
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from locas_peft.reading import ReadingSettings, memorize, score
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from locas_peft import backbone
@@ -13,6 +12,7 @@ from locas_peft.bases import choose_device, load_base, placing
 from locas_peft.memories import load_memory, memory_attached
 from locas_peft.model import CausalLM
 from locas_peft.selfstudy import Exchange
+from locas_peft.stages import Place, ReadSettings, StudySettings, read, score, study
 
 LAYERS = 6
 
@@ -73,11 +73,11 @@ def test_a_base_that_fits_is_on_one_device(folder):
 
 def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_path, monkeypatch):
     ids = torch.randint(5, 500, (96,), generator=torch.Generator().manual_seed(0))
-    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
+    settings = ReadSettings(r=4, window=32, stride=16, anchor=0.0)
     readings, scores = {}, {}
     whole, _ = load_base(str(folder))
     for name, base in (("whole", whole), ("split", split(folder, monkeypatch))):
-        readings[name] = memorize(base, ids, settings, out=tmp_path / name)
+        readings[name] = read(base, ids, settings, Place(out=tmp_path / name))
         with memory_attached(base, tmp_path / name) as model:
             scores[name] = score(model, ids, readings[name].settings)
         assert base(ids[None, :8]).logits.isfinite().all()
@@ -102,12 +102,10 @@ def test_no_indices_are_given_to_a_base_on_several_devices(folder, monkeypatch):
 
 def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
     base, tokenizer = split(folder, monkeypatch), backbone.load()[1]
-    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0, study=True, passes=1)
+    settings = StudySettings(r=4, window=32, anchor=0.0, passes=1)
     exchange = Exchange("Who keeps the light?", "Jonas Hale keeps the light.")
-    reading = memorize(
-        base, torch.arange(5, 69), settings, tokenizer=tokenizer, exchanges=[exchange]
-    )
-    assert reading.studied["steps"] > 0 and reading.studied["skipped_steps"] == 0
+    record = study(base, tokenizer, torch.arange(5, 69), settings, exchanges=[exchange])
+    assert record.steps > 0 and record.skipped_steps == 0
     answerer = Answerer(base, tokenizer, max_new_tokens=4)
     assert len(answerer.answer([Question(exchange.question)])) == 1
 
@@ -115,9 +113,8 @@ def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
 def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatch):
     ids = torch.arange(5, 69)
     whole, _ = load_base(str(folder))
-    memorize(
-        whole, ids, ReadingSettings(r=4, window=32, stride=16, anchor=0.0), out=tmp_path / "memory"
-    )
+    settings = ReadSettings(r=4, window=32, stride=16, anchor=0.0)
+    read(whole, ids, settings, Place(out=tmp_path / "memory"))
     expected = load_memory(whole, tmp_path / "memory")(input_ids=ids[None]).logits
     base = split(folder, monkeypatch)
     model = load_memory(base, tmp_path / "memory")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from locas_peft.reading.settings import ReadingSettings
 
 from locas_peft import backbone, demo
 from locas_peft.asking import (
@@ -18,7 +17,8 @@ from locas_peft.asking import (
 from locas_peft.asking import answers as answers_module
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
-from locas_peft.text import tokenize
+from locas_peft.stages import StudySettings, complete, load_records
+from locas_peft.text import digest_ids, tokenize
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves()
         ), question
 
 
-def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path):
+def test_the_page_is_studied_whole_and_the_base_is_as_before(tmp_path):
     model, tokenizer = backbone.load()
-    settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
+    settings = complete(StudySettings(r=4, anchor=0.0), model)
     lines = []
 
     def progress(description, total):
@@ -178,14 +178,14 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path):
 
     names = [name for name, _ in model.named_modules()]
     given = [Exchange("Who?", "Elias Thorne")]
-    reading = demo.teach_page(
+    record = demo.teach_page(
         model, tokenizer, settings, given, tmp_path / "memory", progress=progress
     )
-    assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
-    assert reading.studied["kept"] == 1 and reading.studied["steps"] <= 2 * LEAST_STEPS * BATCH
-    tokens = reading.curve[-1][0]
+    assert record.text_sha256 == digest_ids(tokenize(tokenizer, demo.load_page()))
+    assert record.kept == 1 and record.steps <= 2 * LEAST_STEPS * BATCH
+    assert load_records(tmp_path / "memory") == [record]
     # One lesson fills no batch: it is learned as often as fills the least number of steps.
-    assert lines == [["locas-glu", tokens, tokens], ["learn", 2 * LEAST_STEPS, 2 * LEAST_STEPS]]
+    assert lines == [["learn", 2 * LEAST_STEPS, 2 * LEAST_STEPS]]
     assert names == [name for name, _ in model.named_modules()]
     assert (tmp_path / "memory" / "exchanges.jsonl").exists()
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from locas_command.running import tabulate_readings
-from locas_peft.reading.record import Reading
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.stages import ReadRecord, ReadSettings, complete
 
 
-def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> Reading:
-    return Reading(
-        settings=ReadingSettings(method=method).complete(),
+def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> ReadRecord:
+    return ReadRecord(
+        settings=complete(ReadSettings(method=method)),
         text_sha256="0",
         scored_tokens=tokens - 1,
         nll_nats=1.0,
         perplexity=perplexity,
         perplexity_at={"1000": perplexity + 2, "2000": perplexity + 1},
+        perplexity_between={},
+        perplexities=[perplexity],
         curve=[(stop, perplexity + 3 - 3 * stop / tokens) for stop in range(250, tokens + 1, 250)],
         extra_parameters=0 if method == "none" else 294_912,
         seconds=seconds,

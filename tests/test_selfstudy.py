@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from locas_peft.reading.record import find_finished, load_reading
-from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import StopReading, attached, memorize
 from safetensors.torch import load_file
 
 from locas_peft import text
@@ -33,6 +30,18 @@ from locas_peft.selfstudy import (
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES, correct
+from locas_peft.stages import (
+    Place,
+    ReadSettings,
+    StudyRecord,
+    attached,
+    complete,
+    load_records,
+    open_study,
+    read,
+    study,
+)
+from locas_settings import StudySettings
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
@@ -85,26 +94,34 @@ def ask_without_filter(host, tokenizer, passages, per_passage, generator, writte
     ]
 
 
-def settings_of(method: str = "locas-glu", **given) -> CompleteSettings:
-    given = {
-        "anchor": 0,
-        "study": True,
-        "exchanges": 2,
-        "passes": 2,
-        "r": 4,
-        "window": 256,
-        **given,
-    }
-    return ReadingSettings(**{"method": method, "stride": 64} | given).complete()
+def settings_of(method: str = "locas-glu", **given) -> StudySettings:
+    fields = {"anchor": 0, "exchanges": 2, "passes": 2, "r": 4, "window": 256, **given}
+    return complete(StudySettings(method=method, **fields))
+
+
+def learn(
+    loaded, input_ids, settings, *, exchanges=None, start=None, on_step=None, **place
+) -> StudyRecord:
+    """Study a text, from the beginning of the stage to its record."""
+    return study(
+        *loaded,
+        input_ids,
+        settings,
+        Place(**place),
+        exchanges=exchanges,
+        start=start,
+        on_step=on_step,
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def rows_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Row]:
+def examples_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Example]:
     return [
-        (learning.encode_question(tokenizer, *each.word(0)), each, each.answer) for each in kept
+        learning.Example(learning.encode_question(tokenizer, *each.word(0)), each, each.answer)
+        for each in kept
     ]
 
 
@@ -220,7 +237,7 @@ def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
     with pytest.raises(
         ValueError, match=r"^window must be at least 192 tokens to study a text, got 128: raise it"
     ):
-        memorize(loaded[0], input_ids, settings_of(window=128), tokenizer=loaded[1])
+        learn(loaded, input_ids, settings_of(window=128))
 
 
 def test_exchanges_are_saved_and_loaded(tmp_path):
@@ -420,28 +437,23 @@ def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
 ):
     base, tokenizer = loaded
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    reading = memorize(
-        base,
-        input_ids,
-        settings_of(method, **LEARNS),
-        tokenizer=tokenizer,
-        exchanges=GIVEN,
-        out=tmp_path / "m",
-    )
+    settings = settings_of(method, **LEARNS)
+    record = learn(loaded, input_ids, settings, exchanges=GIVEN, out=tmp_path / "m")
     assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
     assert load_exchanges(tmp_path / "m" / EXCHANGES) == GIVEN
-    assert reading.studied["kept"] == 2 and reading.studied["steps"] <= LEARNS["passes"]
-    first, last = reading.studied["kl_nats"]
+    assert record.kept == 2 and record.steps <= LEARNS["passes"]
+    first, last = record.kl_nats
     assert last < 0.5 * first
-    saved = json.loads((tmp_path / "m" / "reading.json").read_text())
-    assert saved["studied"] == reading.studied and saved["study"] is True
-    settings = settings_of(method, **LEARNS)
-    assert find_finished(tmp_path / "m", settings, input_ids, GIVEN) is not None
+    assert load_records(tmp_path / "m") == [record]
+    again = {"out": tmp_path / "m", "resume": True}
+    assert learn(loaded, input_ids, settings, exchanges=GIVEN, **again) == record
     with pytest.raises(ValueError, match="holds the memory of other exchanges"):
-        find_finished(tmp_path / "m", settings, input_ids, GIVEN[:1])
-    # A reading without a study replaces the memory, and its exchanges too.
-    plain = dataclasses.replace(settings, study=None)
-    memorize(base, input_ids, plain, out=tmp_path / "m", overwrite=True)
+        learn(loaded, input_ids, settings, exchanges=GIVEN[:1], **again)
+    # A reading replaces the memory, and its exchanges too.
+    plain = ReadSettings(method=method, r=4, window=256, stride=64, anchor=0)
+    with pytest.raises(ValueError, match="holds the memory of a study: choose another folder"):
+        read(base, input_ids, plain, Place(**again))
+    read(base, input_ids, plain, Place(out=tmp_path / "m", overwrite=True))
     assert not (tmp_path / "m" / EXCHANGES).exists()
 
 
@@ -462,9 +474,8 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
             "_distill",
             lambda self, each: rows.extend(each) or distill(self, each),
         )
-        study = learning.SelfStudy(
-            model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3
-        )
+        settings = StudySettings(exchanges=2, passes=3, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings)
         for _ in study.run():
             pass
     prompts = [prompt for prompt, _, _ in rows]
@@ -481,23 +492,21 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
 def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
     base, tokenizer = loaded
     steps = []
-    reading = memorize(base, input_ids, settings_of(), tokenizer=tokenizer, on_study=steps.append)
+    record = learn(loaded, input_ids, settings_of(), on_step=steps.append)
     assert [(step.phase, step.done, step.total) for step in steps] == [
         *(("write", done, 3) for done in (1, 2, 3)),
         *(("learn", done, 6) for done in range(1, 7)),  # 6 lessons in batches of 2, twice
     ]
     assert [step.exchanges for step in steps] == [2, 4, 6, *[6] * 6]
     assert [len(step.written) for step in steps] == [2, 2, 2, *[0] * 6]
-    assert (
-        reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
-    )
+    assert record.asked == record.kept == 6 and not record.samples
 
 
 @pytest.mark.parametrize(
     ("at", "known_nats", "given"),
     [
         (("write", 2), learning.KNOWN_NATS, {}),
-        (("learn", 3), learning.KNOWN_NATS, {"anchor": 0.3, "anchor_every": 2}),
+        (("learn", 3), learning.KNOWN_NATS, {"anchor": 0.3}),
         (("learn", 8), 20.0, {"passes": 6}),  # all is known from the start
     ],
 )
@@ -507,26 +516,25 @@ def test_an_interruption_changes_no_bit(
     monkeypatch.setattr(learning, "KNOWN_NATS", known_nats)
     base, tokenizer = loaded
     settings = settings_of(**given)
-    options = {"tokenizer": tokenizer, "checkpoint_seconds": 0}
 
     def interrupt(step):
         if step.phase == at[0] and step.done >= at[1]:
             raise KeyboardInterrupt
 
-    memorize(base, input_ids, settings, out=tmp_path / "whole", **options)
+    learn(loaded, input_ids, settings, out=tmp_path / "whole", checkpoint_seconds=0)
     broken = {
         "out": tmp_path / "b",
         "checkpoint_dir": tmp_path / "b" / CHECKPOINT_FOLDER,
-        **options,
+        "checkpoint_seconds": 0,
     }
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, settings, on_study=interrupt, **broken)
+        learn(loaded, input_ids, settings, on_step=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
     assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
     assert any(known for _, _, known in state["progress"]) == (known_nats == 20.0)
     steps = []
     torch.manual_seed(99)
-    memorize(base, input_ids, settings, on_study=steps.append, resume=True, **broken)
+    learn(loaded, input_ids, settings, on_step=steps.append, resume=True, **broken)
     assert steps[0].phase == at[0] and steps[0].done > at[1]
     assert same(tmp_path / "whole", tmp_path / "b")
     assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (
@@ -541,11 +549,51 @@ def test_an_interruption_of_the_first_exchange_keeps_what_was_read(
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
+    out = tmp_path / "m"
+    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
+    before = weights(out)
     monkeypatch.setattr(writing, "_ask", interrupt)
+    options = {"start": out, "out": out, "checkpoint_dir": out / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        memorize(loaded[0], input_ids, settings_of(), tokenizer=loaded[1], checkpoint_dir=tmp_path)
-    state = checkpoint.load(tmp_path)
-    assert state["chunks"] and state["study"]["exchanges"] == []
+        learn(loaded, input_ids, settings_of(), **options)
+    after = weights(out)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert [record.kind for record in load_records(out)] == ["read"]
+    # The study has taken no step that its state could be saved after.
+    assert not (out / CHECKPOINT_FOLDER).exists()
+
+
+def test_a_study_that_follows_a_reading_begins_with_its_weights(loaded, input_ids, tmp_path):
+    """Nothing of the memory is replaced: no rows, no values, and no layer stays untrained."""
+    settings = ReadSettings(r=16, window=256, stride=64, anchor=0)
+    out = tmp_path / "m"
+    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
+    before = weights(out)
+    given = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
+    opened = open_study(
+        *loaded,
+        input_ids,
+        settings_of(r=16, passes=1),
+        Place(out=tmp_path / "studied"),
+        start=out,
+        exchanges=given,
+    )
+    with opened as run:
+        model = run.stage._model
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in run:
+            pass
+        run.finish()
+    for name, value in before.items():
+        layer, _, parameter = name.rpartition(".")
+        assert torch.equal(state[f"{layer}.default.{parameter}"], value), name
+    after = weights(tmp_path / "studied")
+    values = [name for name in before if "locas_down" in name]
+    assert all(not torch.equal(before[name], after[name]) for name in values)
+    config = json.loads((tmp_path / "studied" / "adapter_config.json").read_text())
+    assert config["max_slot_norm"] == 1.0
+    assert [record.kind for record in load_records(tmp_path / "studied")] == ["read", "study"]
 
 
 def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
@@ -560,49 +608,44 @@ def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        memorize(
-            base,
-            input_ids,
-            settings_of(),
-            tokenizer=tokenizer,
-            exchanges=GIVEN,
-            on_study=interrupt,
-            **options,
-        )
+        learn(loaded, input_ids, settings_of(), exchanges=GIVEN, on_step=interrupt, **options)
     with pytest.raises(
         ValueError, match="^exchanges must be those that the checkpoint was begun with, got others"
     ):
-        memorize(
-            base,
-            input_ids,
-            settings_of(),
-            tokenizer=tokenizer,
-            exchanges=GIVEN[:1],
-            resume=True,
-            **options,
-        )
+        learn(loaded, input_ids, settings_of(), exchanges=GIVEN[:1], resume=True, **options)
 
 
-def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monkeypatch, tmp_path):
-    base, tokenizer = loaded
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_study_that_keeps_no_exchange_is_refused_and_saves_nothing(
+    checkpoints, loaded, input_ids, monkeypatch, tmp_path
+):
     monkeypatch.setattr(writing, "is_about", lambda *_: False)
-    reading = memorize(
-        base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m"
-    )
-    assert reading.studied["kept"] == reading.studied["steps"] == 0
-    assert len(reading.studied["samples"]) == 3 and all(reading.studied["samples"])
-    read = memorize(base, input_ids, dataclasses.replace(settings_of(), study=None))
-    assert reading.perplexity == read.perplexity
+    monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
+    out = tmp_path / "m"
+    place = {"out": out}
+    if checkpoints:
+        place |= {"checkpoint_dir": out / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    with pytest.raises(ValueError, match="^nothing was studied: the model wrote no usable ") as e:
+        learn(loaded, input_ids, settings_of(exchanges=8), **place)
+    # Three replies of the model.
+    assert str(e.value).count(" | ") == 2 and "\n" not in str(e.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_rate_falls_to_zero(loaded, input_ids):
     base, tokenizer = loaded
     with attached(base, settings_of()) as model:
-        options = {"per_passage": 2, "passes": 5, "learning_rate": 1e-3, "given": GIVEN}
-        study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        settings = StudySettings(passes=5, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
         rates = [study._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
     warmup = [step / (learning.WARMUP_STEPS + 1) for step in range(1, 6)]
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
+
+
+def test_a_study_needs_a_learning_rate(loaded, input_ids):
+    message = "^learning_rate must be given for a study, got None: give one, 1e-3 say, or complete"
+    with pytest.raises(ValueError, match=message):
+        learning.SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
 
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
@@ -613,8 +656,8 @@ def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
     first = []
     for passes in (None, usual, 4 * usual):
         with attached(base, settings_of()) as model:
-            options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN}
-            study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+            settings = StudySettings(passes=passes, learning_rate=1e-3)
+            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             next(study.run())
             first.append(study._learner.optimizer.param_groups[0]["lr"])
     assert first[0] == first[1] == 2 * first[2]
@@ -624,8 +667,8 @@ class Noted:
     """A study whose lessons' losses a test gives."""
 
     def __init__(self, model, tokenizer, input_ids, passes):
-        options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN[:1]}
-        self.study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        settings = StudySettings(passes=passes, learning_rate=1e-3)
+        self.study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN[:1])
         self.study._lessons = [lessons.make_lesson(GIVEN[0], tokenizer)]
         self.study._progress = [learning._Progress()]
 
@@ -675,8 +718,8 @@ def test_a_batch_has_lessons_of_one_length(loaded, input_ids, monkeypatch):
     monkeypatch.setattr(learning, "BATCH", 3)
     given = [Exchange("Who came? " * (1 + number % 3), "A man.") for number in range(9)]
     with attached(loaded[0], settings_of()) as model:
-        options = {"per_passage": 2, "passes": 1, "learning_rate": 1e-3, "given": given}
-        study = learning.SelfStudy(model, loaded[1], input_ids, **options)
+        settings = StudySettings(passes=1, learning_rate=1e-3)
+        study = learning.SelfStudy(model, loaded[1], input_ids, settings, given=given)
         lengths, distill = [], study._distill
         study._distill = lambda rows: lengths.append({len(row[0]) for row in rows}) or distill(rows)
         for _ in study.run():
@@ -689,24 +732,14 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     divergence = {}
     for anchor in (0.0, 30.0):
         with attached(base, settings_of(r=16)) as model:
-            study = learning.SelfStudy(
-                model,
-                tokenizer,
-                input_ids,
-                per_passage=2,
-                passes=12,
-                learning_rate=2e-2,
-                given=GIVEN,
-                anchor=anchor,
-            )
+            settings = StudySettings(passes=12, learning_rate=2e-2, anchor=anchor)
+            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             for _ in study.run():
                 pass
-            kept = [
-                lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)
-            ]
+            kept = lessons.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
                 divergence[anchor] = (
-                    torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
+                    torch.cat(study._distill(examples_of(kept, tokenizer))).mean().item()
                 )
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
@@ -714,11 +747,10 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing
-        study = learning.SelfStudy(
-            model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
-        )
-        kept = [lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)]
-        divergence = torch.cat(study._distill(rows_of(kept, tokenizer))).mean()
+        settings = StudySettings(passes=1, learning_rate=1e-3)
+        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+        kept = lessons.write_replay_lessons(model, tokenizer)
+        divergence = torch.cat(study._distill(examples_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3
@@ -727,22 +759,16 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
 def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
     base, tokenizer = loaded
     with pytest.raises(
-        ValueError, match="^passes has no meaning without study, got 3: leave it out"
+        ValueError, match="^a study needs an adapter that is trained, got method 'none': use "
     ):
-        ReadingSettings(passes=3).complete()
-    with pytest.raises(
-        ValueError, match="^study needs an adapter that is trained, got method 'none'"
-    ):
-        ReadingSettings(method="none", study=True).complete()
+        learn(loaded, input_ids, StudySettings(method="none"), exchanges=GIVEN)
     with pytest.raises(ValueError, match="^exchanges must be at least 1, got 0"):
-        ReadingSettings(study=True, exchanges=0)
-    with pytest.raises(ValueError, match="^tokenizer must be given for a self-study"):
-        memorize(base, input_ids, settings_of())
-    with pytest.raises(ValueError, match="^exchanges have no meaning without study"):
-        memorize(
-            base, input_ids, ReadingSettings(method="none"), tokenizer=tokenizer, exchanges=GIVEN
-        )
-    assert settings_of().complete() == settings_of()
+        StudySettings(exchanges=0)
+    with pytest.raises(ValueError, match="^passes must be at least 1, got 0"):
+        StudySettings(passes=0)
+    with pytest.raises(ValueError, match="^init has no meaning for the method 'lora', got 'topk'"):
+        complete(StudySettings(method="lora", init="topk"))
+    assert complete(settings_of()) == settings_of()
 
 
 def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(
@@ -753,15 +779,16 @@ def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_rea
     with pytest.raises(
         ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"
     ):
-        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=[GIVEN[0], long])
+        learn(loaded, input_ids, settings_of(), exchanges=[GIVEN[0], long])
 
 
 def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_ids, tmp_path):
     base, tokenizer = loaded
-    memorize(base, input_ids, settings_of(), out=tmp_path, tokenizer=tokenizer, exchanges=GIVEN)
-    assert find_finished(tmp_path, settings_of(), input_ids, GIVEN) is not None
+    place = {"out": tmp_path, "resume": True}
+    record = learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place)
+    assert learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place) == record
     with pytest.raises(ValueError, match="holds the memory of exchanges that were given"):
-        find_finished(tmp_path, settings_of(), input_ids)
+        learn(loaded, input_ids, settings_of(), **place)
 
 
 @pytest.mark.slow
@@ -774,12 +801,13 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
     page = (LIGHTHOUSE / "lighthouse.txt").read_text(encoding="utf-8")
     questions = load_questions(LIGHTHOUSE / "lighthouse.jsonl")
     input_ids, right = text.tokenize(tokenizer, page), {}
-    for study in (False, True):
-        settings = ReadingSettings(study=study, readings=4, model="smollm2").complete(base)
-        memorize(base, input_ids, settings, out=tmp_path / str(study), tokenizer=tokenizer)
-        with memory_attached(base, tmp_path / str(study)) as model:
-            right[study] = count_right(Answerer(model, tokenizer).answer(questions))
-    assert right[True] > right[False]
+    read(base, input_ids, ReadSettings(readings=4, model="smollm2"), Place(out=tmp_path / "read"))
+    settings = StudySettings(model="smollm2")
+    study(base, tokenizer, input_ids, settings, Place(out=tmp_path / "studied"))
+    for name in ("read", "studied"):
+        with memory_attached(base, tmp_path / name) as model:
+            right[name] = count_right(Answerer(model, tokenizer).answer(questions))
+    assert right["studied"] > right["read"]
 
 
 HARD_TEXTS = {
@@ -801,22 +829,25 @@ HARD_TEXTS = {
 @pytest.mark.parametrize("kind", HARD_TEXTS)
 def test_a_hard_text_is_studied_or_refused_in_one_line(kind, tmp_path):
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
-    settings = ReadingSettings(
-        study=True, exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2"
-    )
+    settings = StudySettings(exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2")
+    place = Place(out=tmp_path / "memory")
     input_ids = text.tokenize(tokenizer, HARD_TEXTS[kind])
     if kind == "two words":
         with pytest.raises(ValueError, match="^text must hold a passage of at least 5 words"):
-            memorize(base, input_ids, settings, out=tmp_path / "memory", tokenizer=tokenizer)
+            study(base, tokenizer, input_ids, settings, place)
         assert not (tmp_path / "memory").exists()
         return
-    reading = memorize(base, input_ids, settings, out=tmp_path / "memory", tokenizer=tokenizer)
-    file = tmp_path / "memory" / EXCHANGES
-    kept = load_exchanges(file) if file.exists() else []  # no file without exchanges
-    assert len(kept) == reading.studied["kept"] <= reading.studied["asked"]
-    assert reading.studied["skipped_steps"] == 0 and math.isfinite(reading.perplexity)
+    try:
+        record = study(base, tokenizer, input_ids, settings, place)
+    except ValueError as error:
+        assert str(error).startswith("nothing was studied: ") and "\n" not in str(error)
+        assert not (tmp_path / "memory").exists()
+        return
+    kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
+    assert len(kept) == record.kept <= record.asked
+    assert record.skipped_steps == 0 and all(map(math.isfinite, record.kl_nats))
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "memory").values())
-    print(kind, len(kept), reading.studied["samples"][:1])
+    print(kind, len(kept), record.samples[:1])
 
 
 # Going on with a memory
@@ -829,13 +860,13 @@ OTHER = [Exchange("Who?", "Ida Berg"), Exchange("When?", "in 1911")]
 def former(loaded, input_ids, tmp_path_factory):
     folder = tmp_path_factory.mktemp("former") / "memory"
     given = [Exchange("Who?", "Elias Thorne"), Exchange("Where?", "on the rock")]
-    memorize(loaded[0], input_ids, settings_of(), out=folder, tokenizer=loaded[1], exchanges=given)
+    learn(loaded, input_ids, settings_of(), out=folder, exchanges=given)
     return folder
 
 
 def go_on(loaded, input_ids, start, out, **options):
-    options = {"tokenizer": loaded[1], "exchanges": OTHER, "start": start, **options}
-    return memorize(loaded[0], input_ids, settings_of(), out=out, **options)
+    options = {"exchanges": OTHER, "start": start, "out": out, **options}
+    return learn(loaded, input_ids, settings_of(), **options)
 
 
 def test_a_question_in_the_same_words_corrects_the_earlier_answer():
@@ -847,15 +878,14 @@ def test_a_question_in_the_same_words_corrects_the_earlier_answer():
 
 def test_a_memory_goes_on_with_its_slots_and_its_exchanges(loaded, input_ids, former, tmp_path):
     names = [name for name, _ in loaded[0].named_modules()]
-    reading = go_on(loaded, input_ids, former, tmp_path / "memory")
+    record = go_on(loaded, input_ids, former, tmp_path / "memory")
     assert names == [name for name, _ in loaded[0].named_modules()]
     kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
     assert [each.answer for each in kept] == ["Ida Berg", "in 1911", "on the rock"]
-    assert (
-        reading.studied["given"] and reading.studied["asked"] == 2 and reading.studied["kept"] == 3
-    )
+    assert record.given and record.asked == 2 and record.kept == 3
+    assert load_records(tmp_path / "memory") == [*load_records(former), record]
     before, after, afresh = weights(former), weights(tmp_path / "memory"), tmp_path / "afresh"
-    memorize(loaded[0], input_ids, settings_of(), out=afresh, tokenizer=loaded[1], exchanges=OTHER)
+    learn(loaded, input_ids, settings_of(), out=afresh, exchanges=OTHER)
     moved = {
         name: (after[name] - before[name]).norm()
         for name in after
@@ -877,25 +907,28 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(
 
     options = {"checkpoint_dir": tmp_path / "memory" / "checkpoint", "checkpoint_seconds": 0}
     with pytest.raises(KeyboardInterrupt):
-        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_study=stop, **options)
+        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_step=stop, **options)
     assert same(tmp_path / "memory", former)
     with pytest.raises(
         ValueError, match="holds an unfinished reading: go on with --resume, or give --overwrite$"
     ):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
-    go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", resume=True, **options)
+    options["resume"] = True
+    record = go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
     assert same(tmp_path / "memory", tmp_path / "whole")
-    assert find_finished(tmp_path / "memory", settings_of(), input_ids, OTHER) is not None
+    assert go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options) == record
 
 
 def test_a_memory_whose_study_is_stopped_keeps_its_earlier_exchanges(
     loaded, input_ids, former, tmp_path
 ):
-    def stop(step):
-        raise StopReading
-
-    for name, options in (("before", {"on_chunk": stop}), ("within", {"on_study": stop})):
-        assert go_on(loaded, input_ids, former, tmp_path / name, **options).stopped
+    for name, steps in (("before", 0), ("within", 1)):
+        place = Place(out=tmp_path / name)
+        opened = open_study(*loaded, input_ids, settings_of(), place, start=former, exchanges=OTHER)
+        with opened as run:
+            for _ in zip(range(steps), run, strict=False):
+                pass
+            assert run.finish().stopped
         answers = [each.answer for each in load_exchanges(tmp_path / name / EXCHANGES)]
         assert answers == ["Ida Berg", "in 1911", "on the rock"]
 
@@ -904,28 +937,27 @@ def test_a_memory_whose_replacement_was_stopped_midway_goes_on(loaded, input_ids
     memory = tmp_path / "memory"
     shutil.copytree(former, memory)
     (memory / ".locas-moving").mkdir()
-    (memory / "reading.json").rename(memory / ".locas-moving" / "reading.json")
-    assert load_reading(memory) == load_reading(former)
+    (memory / "record.json").rename(memory / ".locas-moving" / "record.json")
+    assert load_records(memory) == load_records(former)
 
 
 def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(
     loaded, input_ids, former, tmp_path
 ):
-    options = {"start": former, "tokenizer": loaded[1], "out": tmp_path / "new"}
+    options = {"start": former, "out": tmp_path / "new"}
     with pytest.raises(
         ValueError,
         match="^method must be 'locas-glu' as in the memory '.*' to go on with, got 'lora'",
     ):
-        memorize(loaded[0], input_ids, settings_of("lora", r=2), **options)
+        learn(loaded, input_ids, settings_of("lora", r=2), **options)
     with pytest.raises(
         ValueError,
         match="^layers_to_transform must be None as in the memory .*, got 'upper': leave it",
     ):
-        memorize(loaded[0], input_ids, settings_of(layers_to_transform="upper"), **options)
+        learn(loaded, input_ids, settings_of(layers_to_transform="upper"), **options)
     shutil.copytree(former, tmp_path / "bare")
-    (tmp_path / "bare" / "reading.json").unlink()
-    with pytest.raises(
-        ValueError, match="must have a reading.json, got none: choose one that a reading made$"
-    ):
-        memorize(loaded[0], input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
+    (tmp_path / "bare" / "record.json").unlink()
+    message = "must have a record.json, got none: choose one that a reading or a study made$"
+    with pytest.raises(ValueError, match=message):
+        learn(loaded, input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
     assert not (tmp_path / "new").exists()

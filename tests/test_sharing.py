@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
-from locas_peft.reading.settings import ReadingSettings
 
 from locas_command import program as cli
 from locas_peft import processes
 from locas_peft.evaluation import Run, Unit, run_units, runs
 from locas_peft.memories.checkpoint import InUse
+from locas_peft.stages import ReadSettings
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,
@@ -189,7 +189,7 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
 
 
 def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
-    methods = {"lora": ReadingSettings(method="lora", **settings)}
+    methods = {"lora": ReadSettings(method="lora", **settings)}
     run = Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite)
     with pytest.MonkeyPatch.context() as patch:
         # The record alone: the tests below make the results themselves.
@@ -215,7 +215,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             open_as(tmp_path, units, **changed)
-    methods = {"other": ReadingSettings(method="none")}
+    methods = {"other": ReadSettings(method="none")}
     more = [Unit(tmp_path / "work" / "3.json", dict)]
     Run(None, None, methods, tmp_path, {"model": "m"}).make("work", more)
     run = json.loads((tmp_path / "work" / "run.json").read_text())
@@ -243,7 +243,7 @@ def test_overwrite_removes_the_results_of_the_run_and_no_other_file(tmp_path):
     memory, unfinished = units[0].path.with_suffix(""), units[1].checkpoint
     for file in (
         memory / "adapter_config.json",
-        memory / "reading.json",
+        memory / "record.json",
         unfinished / "checkpoint.pt",
     ):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from locas_peft.reading import ReadingSettings
 
 import locas_peft.library.library as library_module
 from locas_command import program as cli
@@ -34,8 +33,9 @@ from locas_peft.library.table import (
     teach_table,
 )
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
+from locas_peft.stages import ReadSettings, StudySettings
 
-SETTINGS = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
+SETTINGS = ReadSettings(r=4, window=32, stride=16, anchor=0.0)
 FAST = ["--r", "4", "--window", "32", "--stride", "16", "--anchor", "0", "--device", "cpu"]
 TIMES = ("seconds", "tokens_per_second", "peak_bytes", "memory_dir")
 
@@ -67,15 +67,18 @@ def write(path: Path, *rows, count: int = 0, sentences: int = 3) -> Path:
     return path
 
 
+def without_times(stage: dict) -> dict:
+    """Return the record of a stage without what differs between two machines or folders."""
+    return {key: value for key, value in stage.items() if key not in TIMES}
+
+
 def content(folder: Path) -> dict:
     """The files of a library, without the times that a reading took and the folder where it was made."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name == "reading.json":
-            record = json.loads(path.read_text())
-            found[str(path.relative_to(folder))] = {
-                key: record[key] for key in record.keys() - set(TIMES)
-            }
+        if path.is_file() and path.name == "record.json":
+            stages = json.loads(path.read_text())["stages"]
+            found[str(path.relative_to(folder))] = [without_times(stage) for stage in stages]
         elif path.is_file() and path.name != "README.md":
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found
@@ -91,12 +94,12 @@ def teach(folder: Path, base, documents, **options) -> list[dict]:
 def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
     (tmp_path / "one.txt").write_text("A text of its own.")
     rows = [
-        {"name": "ann", "text": "Some text.", "r": 8, "lr": 1e-3, "study": True},
+        {"name": "ann", "text": "Some text.", "r": 8, "lr": 1e-3, "readings": 2},
         {"name": " bob ", "path": "one.txt", "max_tokens": None},
     ]
     ann, bob = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
     assert (ann.line, ann.name, ann.load()) == (1, "ann", "Some text.")
-    assert ann.settings == replace(SETTINGS, r=8, learning_rate=1e-3, study=True)
+    assert ann.settings == replace(SETTINGS, r=8, learning_rate=1e-3, readings=2)
     assert (bob.name, bob.load(), bob.settings) == ("bob", "A text of its own.", SETTINGS)
 
 
@@ -119,16 +122,20 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
         ),
         (
             {"name": "x", "text": "a b", "colour": 1},
-            "settings must be those of locas memorize, got 'colour'",
+            "settings must be those of the command, got 'colour'",
         ),
         (
             {"name": "x", "text": "a b", "model": "m"},
-            "settings must be those of locas memorize, got 'model'",
+            "settings must be those of the command, got 'model'",
         ),
         ({"name": "x", "text": "a b", "r": "8"}, "r must be an int, got str: give a whole number"),
         (
-            {"name": "x", "text": "a b", "study": "no"},
-            "study must be true or false, got 'no': give one of the two",
+            {"name": "x", "text": "a b", "passes": 2},
+            "settings must be those of the command, got 'passes': see its --help",
+        ),
+        (
+            {"name": "x", "text": "a b", "warmup_steps": True},
+            "warmup_steps must be an int, got bool: give a whole number",
         ),
         (
             {"name": "x", "text": "a b", "method": "none"},
@@ -150,6 +157,17 @@ def test_a_row_that_cannot_be_used_is_named_by_its_line(row, message, tmp_path):
     assert documents[2].error.startswith(message) or message in documents[2].error
     assert "\n" not in documents[2].error and not documents[1].error
     assert bool(documents[0].error) == ("twice" in message), "neither row of a name can be meant"
+
+
+def test_a_row_of_a_study_has_the_settings_of_a_study(tmp_path):
+    rows = [
+        {"name": "ann", "text": "Some text.", "passes": 2, "lr": 1e-3},
+        {"name": "bob", "text": "Some text.", "stride": 8},
+    ]
+    studied = StudySettings(r=4)
+    ann, bob = load_table(str(write(tmp_path / "d.jsonl", *rows)), studied)
+    assert ann.settings == replace(studied, passes=2, learning_rate=1e-3)
+    assert bob.error == "settings must be those of the command, got 'stride': see its --help"
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path):
@@ -231,11 +249,11 @@ def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(base, tmp_pa
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").glob("note*/*")}
     (tmp_path / "x.txt").write_text(text_of(9))
     read = []
-    assert teach(tmp_path / "made", base, documents, on_chunk=read.append) == []
+    assert teach(tmp_path / "made", base, documents, on_step=read.append) == []
     assert not (tmp_path / "made" / FAILURES).exists() and read[0].start == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert (
-        teach(tmp_path / "made", base, documents, on_chunk=lambda chunk: pytest.fail("read again"))
+        teach(tmp_path / "made", base, documents, on_step=lambda chunk: pytest.fail("read again"))
         == []
     )
 
@@ -254,7 +272,7 @@ def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(base, tm
     (folder / FAILURES).unlink()
     assert content(folder) == before
     read = []
-    assert teach(folder, base, documents, overwrite=True, on_chunk=read.append) == []
+    assert teach(folder, base, documents, overwrite=True, on_step=read.append) == []
     assert [chunk.index for chunk in read].count(0) == 1, "what is the same is skipped"
     assert (
         content(folder)["note 0/adapter_model.safetensors"]
@@ -277,10 +295,10 @@ def test_an_interrupted_document_goes_on(base, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        teach(tmp_path / "made", base, documents, on_chunk=interrupt)
+        teach(tmp_path / "made", base, documents, on_step=interrupt)
     assert os.listdir(tmp_path / "made" / "note 0") == [CHECKPOINT_FOLDER]
     seen = []
-    assert teach(tmp_path / "made", base, documents, on_chunk=seen.append) == []
+    assert teach(tmp_path / "made", base, documents, on_step=seen.append) == []
     assert [chunk.index for chunk in seen][:7] == [0, 1, 2, 3, 4, 5, 6]
     teach(tmp_path / "whole", base, documents)
     assert content(tmp_path / "made") == content(tmp_path / "whole")
@@ -293,10 +311,10 @@ def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(base, tmp_
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        teach(tmp_path / "made", base, [document], on_chunk=interrupt)
+        teach(tmp_path / "made", base, [document], on_step=interrupt)
     other = replace(document, text=text_of(3, 12))
     (failure,) = teach(tmp_path / "made", base, [other])
-    assert failure["error"].startswith("input_ids must be the document begun in ")
+    assert failure["error"].startswith("the text must be the one begun in the checkpoint in ")
     assert teach(tmp_path / "made", base, [other], overwrite=True) == []
     teach(tmp_path / "whole", base, [other])
     assert content(tmp_path / "made") == content(tmp_path / "whole")
@@ -324,14 +342,14 @@ def test_a_second_command_in_the_library_is_refused(base, tmp_path):
 
 def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, monkeypatch):
     documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
-    memorize = library_module.memorize
+    read = library_module.read
 
-    def fill(model, ids, settings, **options):
-        if options["title"] == "note 1":
+    def fill(model, ids, settings, place, **options):
+        if place.title == "note 1":
             raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
-        return memorize(model, ids, settings, **options)
+        return read(model, ids, settings, place, **options)
 
-    monkeypatch.setattr(library_module, "memorize", fill)
+    monkeypatch.setattr(library_module, "read", fill)
     with pytest.raises(OSError, match="No space left"):
         teach(tmp_path / "made", base, documents)
     assert (
@@ -345,14 +363,14 @@ def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, 
 
 def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(base, tmp_path, monkeypatch):
     documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
-    memorize = library_module.memorize
+    read = library_module.read
 
-    def fail(model, ids, settings, **options):
-        if options["title"] == "note 1":
+    def fail(model, ids, settings, place, **options):
+        if place.title == "note 1":
             raise RuntimeError("no such kernel")
-        return memorize(model, ids, settings, **options)
+        return read(model, ids, settings, place, **options)
 
-    monkeypatch.setattr(library_module, "memorize", fail)
+    monkeypatch.setattr(library_module, "read", fail)
     (failure,) = teach(tmp_path / "made", base, documents)
     assert failure == {"line": 2, "name": "note 1", "error": "RuntimeError('no such kernel')"}
     assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 2"]
@@ -365,19 +383,21 @@ def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_
     others = [
         {"line": line, "name": name, "error": "there"} for line, name in ((1, "note 0"), (3, "x"))
     ]
-    file, memorize, listed = tmp_path / "made" / FAILURES, library_module.memorize, []
+    file = tmp_path / "made" / FAILURES
+    read = library_module.read
+    listed = []
 
-    def fail(model, ids, settings, **options):
-        if options["title"] == "note 1":
+    def fail(model, ids, settings, place, **options):
+        if place.title == "note 1":
             file.write_text("".join(json.dumps(row) + "\n" for row in others))
             raise ValueError("here")
-        return memorize(model, ids, settings, **options)
+        return read(model, ids, settings, place, **options)
 
     def look(steps, note):
         rows = file.read_text().splitlines() if file.exists() else []
         listed.append([(each["line"], each["error"][:5]) for each in map(json.loads, rows)])
 
-    monkeypatch.setattr(library_module, "memorize", fail)
+    monkeypatch.setattr(library_module, "read", fail)
     assert len(teach(tmp_path / "made", base, documents, progress=lambda *_: look)) == 2
     assert listed == [[], [(2, "here"), (3, "there")], [(2, "here"), (3, "text ")]], (
         "note 0 is made"
@@ -411,7 +431,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main(["memorize", *map(str, args)])
+            cli.main(["read", *map(str, args)])
         return ended.value.code, *capsys.readouterr()
 
     return run
@@ -430,7 +450,7 @@ def test_the_command_teaches_a_table(run, tmp_path):
     ]
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["documents"] == 4 and [each["line"] for each in result["failures"]] == [3, 4]
-    record = json.loads((tmp_path / "made" / "note 0" / "reading.json").read_text())
+    (record,) = json.loads((tmp_path / "made" / "note 0" / "record.json").read_text())["stages"]
     assert (record["model"], record["r"], record["title"]) == (backbone.NAME, 4, "note 0")
 
     write(tmp_path / "d.jsonl", count=2)
@@ -464,7 +484,9 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
     assert run("note 0.txt", "--library", "alone", *FAST)[0] == 0
     assert run("--manifest", "d.jsonl", "--library", "made", *FAST)[0] == 0
     one, two = (content(tmp_path / name) for name in ("alone", "made"))
-    one["note 0/reading.json"].pop("title"), two["note 0/reading.json"].pop("title")
+    for made in (one, two):
+        (stage,) = made["note 0/record.json"]
+        del stage["title"]
     assert one == two
 
 
@@ -473,7 +495,11 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
     [
         (
             ["text.txt", "--ray", "--out", "made"],
-            "--ray needs --manifest, got one text: leave it out",
+            "--ray and --actors need --manifest, got one text: leave them out",
+        ),
+        (
+            ["text.txt", "--actors", "2", "--out", "made"],
+            "--ray and --actors need --manifest, got one text: leave them out",
         ),
         ([], "give either a TEXT or --manifest, one of the two"),
         (
@@ -523,12 +549,12 @@ def test_a_library_of_another_base_is_refused(run, tmp_path):
 
 
 def launch(*args, folder: Path, processes: int = 1) -> subprocess.Popen:
-    """Start `locas memorize --manifest`, with `accelerate launch` where there are several processes."""
+    """Start `locas read --manifest`, with `accelerate launch` where there are several processes."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "accelerate.commands.launch", "--multi_gpu"]
         command += ["--num_processes", str(processes), "--main_process_port", str(find_free_port())]
-    command += ["-m", "locas_peft", "memorize", "--manifest", "d.jsonl", "--library", "made"]
+    command += ["-m", "locas_peft", "read", "--manifest", "d.jsonl", "--library", "made"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, *FAST, *args], cwd=folder, env=environment, **pipes)
@@ -645,9 +671,9 @@ def check_command(words: list[str]) -> None:
 
 
 def check_options(words: list[str]) -> None:
-    assert words[0] == "memorize"
-    _, arguments, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
-    assert arguments.arguments["manifest"] and arguments.arguments["library"]
+    assert words[0] == "study"
+    _, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert bound.arguments["table"].manifest and bound.arguments["place"].library
 
 
 def test_the_recipes_for_clusters_call_the_command():
@@ -655,7 +681,7 @@ def test_the_recipes_for_clusters_call_the_command():
     yaml = pytest.importorskip("yaml")
     script = CLUSTER / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
-    assert '-m locas_peft memorize --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
+    assert '-m locas_peft study --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
     service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == (
         "batch/v1",

@@ -265,7 +265,8 @@ def _take_steps(
         )
     try:
         with opened as run:
-            if run.record is not None:
+            was_finished = run.record is not None
+            if was_finished:
                 stderr.print(f"{place.out} holds this finished memory: nothing is left to do")
             follow_run(run, settings, len(input_ids), stderr)
             record = run.finish()
@@ -274,7 +275,7 @@ def _take_steps(
             remedy = "the same command with --resume continues from there"
             stderr.print(f"{place.out} holds a checkpoint: {remedy}")
         raise
-    if job.is_reading and job.saves:
+    if job.is_reading and job.saves and not was_finished:
         _warn_of_few_chunks(len(input_ids), settings, stderr)
     return record
 

@@ -32,7 +32,6 @@ from ..stages import (
     AdapterSettings,
     Place,
     ReadSettings,
-    Record,
     StageRun,
     StudySettings,
     complete,
@@ -318,7 +317,8 @@ class SharedModel:
             job.advance("read", 0, len(input_ids))
             opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)
             with opened as run:
-                record = self._take_steps(job, run, len(input_ids))
+                self._take_steps(job, run, len(input_ids))
+                record = run.finish()
             job.memory = folder.name
             if record.stopped or not job.questions:
                 return record.stopped
@@ -333,11 +333,17 @@ class SharedModel:
                 start=folder,
             )
             with opened as run:
-                record = self._take_steps(job, run, len(input_ids))
-        return record.stopped
+                self._take_steps(job, run, len(input_ids))
+                if run.is_complete and not job.exchanges:
+                    # The model found nothing to ask itself: the memory stays as it was read.
+                    return False
+                return run.finish().stopped
 
-    def _take_steps(self, job: Job, run: StageRun, tokens: int) -> Record:
-        """Take the steps of a stage, and save what was learned; questions wait for one step."""
+    def _take_steps(self, job: Job, run: StageRun, tokens: int) -> None:
+        """Take the steps of a stage until its end, or until the job shall stop.
+
+        Questions wait for one step.
+        """
         try:
             for step in run:
                 if isinstance(step, StudyStep):
@@ -347,7 +353,6 @@ class SharedModel:
         except _Stopped:
             # What was learned so far is saved all the same.
             pass
-        return run.finish()
 
     def _note_chunk(self, job: Job, phase: str, chunk: Chunk, tokens: int) -> None:
         job.chunks[phase].append(chunk)

@@ -15,8 +15,19 @@ from .perplexity import run_perplexity
 from .runs import Run
 from .units import Unit, run_units
 
-__all__ = ["Run", "Unit", "choose_conversations", "load_column", "load_documents", "load_locomo"]
-__all__ += ["run_forgetting", "run_locomo", "run_perplexity", "run_units", "tabulate_figures"]
+__all__ = [
+    "Run",
+    "Unit",
+    "choose_conversations",
+    "load_column",
+    "load_documents",
+    "load_locomo",
+    "run_forgetting",
+    "run_locomo",
+    "run_perplexity",
+    "run_units",
+    "tabulate_figures",
+]
 
 PROTOCOLS = {module.NAME: module for module in (locomo, forgetting, perplexity)}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice
+from ..checks import check_choice, invalid
 from ..files import load_json
 from .f1 import ADVERSARIAL, CATEGORIES
 
@@ -17,8 +17,14 @@ __all__ = [
     "Turn",
     "choose_conversations",
     "dialogue_lines",
+    "keep_evidence",
+    "keep_sessions",
+    "load_locomo",
 ]
-__all__ += ["keep_evidence", "keep_sessions", "load_locomo"]
+
+
+# It is part of files' names.
+_SAMPLE_ID = re.compile(r"[\w\[\]-][\w.\[\]-]*")
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,12 @@ def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conve
 
 def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
     """Return a conversation's first sessions, with the questions whose evidence lies in them."""
-    kept = replace(conversation, sessions=conversation.sessions[:sessions])
+    beginning = replace(conversation, sessions=conversation.sessions[:sessions])
     questions = []
     for question in conversation.questions:
-        if question.evidence and kept.turns.keys() >= set(question.evidence):
+        if question.evidence and beginning.turns.keys() >= set(question.evidence):
             questions.append(question)
-    return replace(kept, questions=tuple(questions))
+    return replace(beginning, questions=tuple(questions))
 
 
 def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
@@ -165,46 +171,35 @@ def _parse_each(
     return parsed
 
 
-def _require(holds: object, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
 def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) -> Conversation:
     talk = sample.get("conversation") if isinstance(sample, dict) else None
-    _require(
-        isinstance(talk, dict), f"{name} must have a 'conversation', got none: sample left out"
-    )
+    if not isinstance(talk, dict):
+        raise invalid(name, "have a 'conversation'", "none", "sample left out")
     sample_id = str(sample.get("sample_id") or name)
-    got = f"got {sample_id!r}"
-    _require(
-        re.fullmatch(r"[\w\[\]-][\w.\[\]-]*", sample_id),
-        f"{name}.sample_id must be letters, digits, - and _, {got}: sample left out, rename it",
-    )
-    _require(
-        sample_id not in known, f"{name}.sample_id must be unique, {got} again: sample left out"
-    )
-    sessions = _parse_sessions(talk, f"{name}.conversation", problems)
-    _require(
-        sessions,
-        f"{name}.conversation must have a session with turns, got none in {sample_id!r}: "
-        "sample left out",
-    )
-    in_order = dict.fromkeys(turn.speaker for session in sessions for turn in session.turns)
-    first_speaker = next(iter(in_order))
-    last_speaker = next(reversed(in_order))
+    field = f"{name}.sample_id"
+    if not _SAMPLE_ID.fullmatch(sample_id):
+        remedy = "sample left out, rename it"
+        raise invalid(field, "be letters, digits, - and _", repr(sample_id), remedy)
+    if sample_id in known:
+        raise invalid(field, "be unique", f"{sample_id!r} again", "sample left out")
+    field = f"{name}.conversation"
+    sessions = _parse_sessions(talk, field, problems)
+    if not sessions:
+        got = f"none in {sample_id!r}"
+        raise invalid(field, "have a session with turns", got, "sample left out")
+    in_order = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
     speakers = (
-        str(talk.get("speaker_a") or first_speaker),
-        str(talk.get("speaker_b") or last_speaker),
+        str(talk.get("speaker_a") or in_order[0]),
+        str(talk.get("speaker_b") or in_order[-1]),
     )
     entries = sample.get("qa")
+    field = f"{name}.qa"
     if not isinstance(entries, list):
-        problems.append(
-            f"{name}.qa must be a list of questions, got none in {sample_id!r}: "
-            "no question is asked"
-        )
+        got = f"none in {sample_id!r}"
+        problem = invalid(field, "be a list of questions", got, "no question is asked")
+        problems.append(str(problem))
         entries = []
-    questions = _parse_each(_parse_question, list(enumerate(entries)), f"{name}.qa", problems)
+    questions = _parse_each(_parse_question, list(enumerate(entries)), field, problems)
     return Conversation(sample_id, speakers, tuple(sessions), tuple(questions))
 
 
@@ -221,13 +216,15 @@ def _parse_sessions(talk: dict[str, Any], name: str, problems: list[str]) -> lis
         records = talk[key]
         if not isinstance(records, list):
             kind = type(records).__name__
-            problems.append(f"{name}.{key} must be a list of turns, got {kind}: session left out")
+            problem = invalid(f"{name}.{key}", "be a list of turns", kind, "session left out")
+            problems.append(str(problem))
             continue
         turns = _parse_each(_parse_turn, records, f"{name}.{key}", problems)
         date_time = talk.get(f"{key}_date_time")
+        if not isinstance(date_time, str):
+            date_time = None
         if turns:
-            date = date_time if isinstance(date_time, str) else None
-            sessions.append(Session(number, date, tuple(turns)))
+            sessions.append(Session(number, date_time, tuple(turns)))
     return sessions
 
 
@@ -235,10 +232,8 @@ def _parse_turn(turn: Any, name: str) -> Turn:
     fields = [None]
     if isinstance(turn, dict):
         fields = [turn.get("dia_id"), turn.get("speaker"), turn.get("text")]
-    _require(
-        all(isinstance(field, str) for field in fields),
-        f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out",
-    )
+    if not all(isinstance(field, str) for field in fields):
+        raise invalid(name, "have dia_id, speaker and text", f"{turn!r:.60}", "turn left out")
     caption = turn.get("blip_caption")
     if not isinstance(caption, str) or not caption.strip():
         caption = None
@@ -247,19 +242,19 @@ def _parse_turn(turn: Any, name: str) -> Turn:
 
 def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
     index, entry = numbered
-    asked = str(entry.get("question") or "").strip() if isinstance(entry, dict) else ""
-    _require(asked, f"{name} must have a 'question', got {entry!r:.60}: left out")
+    asked = ""
+    if isinstance(entry, dict):
+        asked = str(entry.get("question") or "").strip()
+    if not asked:
+        raise invalid(name, "have a 'question'", f"{entry!r:.60}", "left out")
     category = entry.get("category")
-    _require(
-        type(category) is int and category in CATEGORIES,
-        f"{name}.category must be 1 to 5, got {category!r}: question left out",
-    )
+    if type(category) is not int or category not in CATEGORIES:
+        raise invalid(f"{name}.category", "be 1 to 5", repr(category), "question left out")
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)
-    _require(
-        isinstance(gold, (str, int, float)) and str(gold).strip(),
-        f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out",
-    )
+    if not isinstance(gold, (str, int, float)) or not str(gold).strip():
+        rule = f"have an {key!r} (category {category})"
+        raise invalid(name, rule, repr(gold), "question left out")
     # Some of the release's entries hold two ids, or a colon or a zero too many.
     named = re.findall(r"D:?(\d+):(\d+)", str(entry.get("evidence")))
     evidence = dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in named)

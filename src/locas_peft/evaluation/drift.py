@@ -76,15 +76,19 @@ def measure_drift(
     """
     host = CausalLM(model)
     digest = hashlib.sha256()
-    counts, nlls, reference_nlls, kls = [], [], [], []
+    counts = []
+    nlls = []
+    reference_nlls = []
+    kls = []
     for ids, scored in pieces:
         ids = ids.to(host.device)
         targets = ids[-scored:]
         read = ids[None, :-1]
-        logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
+        # Both logits are [N, V].
+        logits = host.logits(read, scored, use_cache=False)[0]
         reference = model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()
         with reference:
-            others = host.logits(read, scored, use_cache=False)[0]  # [N, V]
+            others = host.logits(read, scored, use_cache=False)[0]
         digest.update(others.contiguous().view(torch.uint8).cpu().numpy())
         counts.append(scored)
         nlls.append(_sum(token_losses(logits, targets)))
@@ -93,7 +97,9 @@ def measure_drift(
         if on_chunk is not None:
             on_chunk(scored)
     tokens = sum(counts)
-    nll, reference_nll, kl = math.fsum(nlls), math.fsum(reference_nlls), math.fsum(kls)
+    nll = math.fsum(nlls)
+    reference_nll = math.fsum(reference_nlls)
+    kl = math.fsum(kls)
     return {
         "tokens": tokens,
         "nll_nats": nll,

@@ -70,7 +70,8 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
         if settings.method != "none":
             readers[name] = settings
     load_texts = cache(partial(_load_texts, run, plan, window, stride))
-    readings, states = {}, {}
+    readings = {}
+    states = {}
     for name, settings in readers.items():
         is_base = name == BASE
         reading = run.learning(
@@ -92,14 +93,15 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
         "plan": plan.to_json(),
     }
     head = run.make(NAME, [*readings.values(), *states.values()], **shared)
-    found = {}
+    measured = {}
     for name in readers:
-        found[name] = {"teaching": summarize_stage(readings[name].load()), **states[name].load()}
-    before = found.pop(BASE)
+        teaching = summarize_stage(readings[name].load())
+        measured[name] = {"teaching": teaching, **states[name].load()}
+    before = measured.pop(BASE)
     figures = {
         **head,
         "before": _describe_before(before),
-        "after": {name: _describe_after(before, state) for name, state in found.items()},
+        "after": {name: _describe_after(before, state) for name, state in measured.items()},
     }
     run.save(NAME, figures)
     return figures
@@ -131,7 +133,9 @@ def _measure_state(
     """Return the drift of the base, or of a memory from itself disabled, on each text."""
     texts = load_texts()
     drifts = {}
-    attached = nullcontext(run.base) if memory is None else memory_attached(run.base, memory)
+    attached = nullcontext(run.base)
+    if memory is not None:
+        attached = memory_attached(run.base, memory)
     with attached as model:
         for text, pieces in texts.items():
             tokens = sum(scored for _, scored in pieces)
@@ -150,13 +154,17 @@ def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a memory beside those of the base."""
-    base, drifts = before["drift"], state["drift"]
-    unread, disabled, rises, kls, same = {}, {}, {}, {}, {}
-    for name, drift in drifts.items():
+    unread = {}
+    disabled = {}
+    rises = {}
+    kls = {}
+    same = {}
+    for name, drift in state["drift"].items():
+        base = before["drift"][name]
         unread[name] = drift["perplexity"]
         disabled[name] = drift["reference_perplexity"]
         rises[name] = rise_interval(
-            base[name]["chunk_nll_nats"], drift["chunk_nll_nats"], drift["chunk_tokens"]
+            base["chunk_nll_nats"], drift["chunk_nll_nats"], drift["chunk_tokens"]
         )
         # The chunks are resampled: the tokens of one chunk share their context.
         kls[name] = {
@@ -164,7 +172,7 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
             "mean_over_tokens": drift["kl_per_token"],
         }
         # Logits that are equal to the last bit make the perplexity equal and the KL zero.
-        same[name] = drift["reference_sha256"] == base[name]["reference_sha256"]
+        same[name] = drift["reference_sha256"] == base["reference_sha256"]
     teaching = state["teaching"]
     return {
         "parameters": teaching["parameters"],

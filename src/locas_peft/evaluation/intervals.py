@@ -19,11 +19,13 @@ _MANY = 5_000
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
     """Compute a mean, nan without values, with its interval; the resamples follow from the seed."""
     array = np.asarray(values, dtype=np.float64)
-    mean = math.fsum(array) / len(array) if len(array) else math.nan
+    mean = math.nan
+    if len(array):
+        mean = math.fsum(array) / len(array)
     all_same = (array == array[:1]).all()
 
-    def average(rows: np.ndarray) -> np.ndarray:
-        return array[rows].mean(axis=-1)
+    def average(drawn: np.ndarray) -> np.ndarray:
+        return array[drawn].mean(axis=-1)
 
     return _interval(mean, all_same, len(array), average, seed)
 
@@ -40,11 +42,15 @@ def rise_interval(
     after = np.asarray(after_nats, dtype=np.float64)
     counts = np.asarray(tokens, dtype=np.float64)
 
-    def rise(rows: np.ndarray) -> np.ndarray:
-        total = counts[rows].sum(axis=-1)
-        return np.exp(after[rows].sum(axis=-1) / total) - np.exp(before[rows].sum(axis=-1) / total)
+    def rise(drawn: np.ndarray) -> np.ndarray:
+        total = counts[drawn].sum(axis=-1)
+        perplexity_before = np.exp(before[drawn].sum(axis=-1) / total)
+        perplexity_after = np.exp(after[drawn].sum(axis=-1) / total)
+        return perplexity_after - perplexity_before
 
-    mean = float(rise(np.arange(len(counts)))) if len(counts) else math.nan
+    mean = math.nan
+    if len(counts):
+        mean = float(rise(np.arange(len(counts))))
     return _interval(mean, (before == after).all(), len(counts), rise, seed=0)
 
 
@@ -53,16 +59,17 @@ def _interval(
 ) -> Interval:
     """Add the 95% interval's ends to a statistic: its own value where all `n` units are the same.
 
-    `statistic` computes one number a row from the indices of the drawn units [rows, n].
+    `statistic` computes one number a resample, from the indices of the drawn units [k, n].
     """
     low = high = mean if same and n > 1 else math.nan
     if n > 1 and not same:
         random = np.random.default_rng(seed)
-        # So many rows at once limit the memory that is used.
-        resamples, rows = (999, 50) if n > _MANY else (9_999, 500)
+        resamples = 999 if n > _MANY else 9_999
+        # How many are drawn at once limits the memory that is used.
+        most = 50 if n > _MANY else 500
         values = []
-        for start in range(0, resamples, rows):
-            drawn = random.integers(0, n, size=(min(rows, resamples - start), n))
+        for start in range(0, resamples, most):
+            drawn = random.integers(0, n, size=(min(most, resamples - start), n))
             values.append(statistic(drawn))
         low, high = np.quantile(np.concatenate(values), (_TAIL, 1 - _TAIL)).tolist()
     return {"mean": mean, "low": low, "high": high, "n": n}

@@ -33,7 +33,7 @@ __all__ = ["NAME", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
 NAME = "locomo"
 BASE = "none"
 
-Row = tuple[str, str, str]
+Case = tuple[str, str, str]
 """Setting, method and group: "none" for the base, "right" for the conversation's own memory,
 "wrong" for another one's."""
 
@@ -77,9 +77,11 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     load_stemmer()
     readings = _list_readings(run, conversations)
     asked = _list_asked(run, conversations, readings, plan)
-    units = [unit for row in readings.values() for unit in row.values()]
-    for row in asked.values():
-        units += row
+    units: list[Unit] = []
+    for method_units in readings.values():
+        units += method_units.values()
+    for case_units in asked.values():
+        units += case_units
     digests = {talk.sample_id: digest_json(asdict(talk)) for talk in conversations}
     shared = {
         "prompts": PROMPTS,
@@ -88,8 +90,10 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     }
     head = run.make(NAME, units, conversations=digests, plan=shared)
     teachings = {}
-    for method, row in readings.items():
-        teachings[method] = {name: summarize_stage(unit.load()) for name, unit in row.items()}
+    for method, method_units in readings.items():
+        teachings[method] = {}
+        for name, unit in method_units.items():
+            teachings[method][name] = summarize_stage(unit.load())
     figures = {
         **head,
         "conversations": list(digests),
@@ -122,19 +126,19 @@ def _list_asked(
     conversations: Sequence[Conversation],
     readings: dict[str, dict[str, Unit]],
     plan: LocomoPlan,
-) -> dict[Row, list[Unit]]:
+) -> dict[Case, list[Unit]]:
     """List the units that ask, one a conversation."""
     owners = {"right": conversations}
     if plan.wrong_memory and len(conversations) > 1:
         owners["wrong"] = [conversations[-1], *conversations[:-1]]
-    asked: dict[Row, list[Unit]] = {}
+    asked: dict[Case, list[Unit]] = {}
     for setting in plan.settings:
         ask = partial(_make_unit, run, plan, setting)
         asked[setting, BASE, "none"] = [ask(talk, BASE, None) for talk in conversations]
-        for method, row in readings.items():
+        for method, method_units in readings.items():
             for group, others in owners.items():
                 asked[setting, method, group] = [
-                    ask(talk, method, row[owner.sample_id])
+                    ask(talk, method, method_units[owner.sample_id])
                     for talk, owner in zip(conversations, others, strict=True)
                 ]
     return asked
@@ -217,8 +221,11 @@ def _grade(question: LocomoQuestion, text: str) -> dict[str, Any]:
     }
 
 
-def _summarize_answers(asked: dict[Row, list[Unit]]) -> dict[str, Any]:
-    """Return the figures of the answers, by method, setting and group; a row needs a record."""
+def _summarize_answers(asked: dict[Case, list[Unit]]) -> dict[str, Any]:
+    """Return the figures of the answers, by method, setting and group.
+
+    A group without a record has none.
+    """
     figures: dict[str, Any] = {}
     for (setting, method, group), units in asked.items():
         records = []
@@ -254,12 +261,14 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     traps = [record for record in records if record["category"] == ADVERSARIAL]
     values["answerable"] = answerable
     values["abstention"] = [float(record["abstains"]) for record in traps]
-    return {name: mean_interval(row) for name, row in values.items() if row}
+    return {name: mean_interval(scores) for name, scores in values.items() if scores}
 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     """Return the tables: answers, the nats of gold answers, lines of dialogues left out."""
-    f1, gold, dropped = [], [], {}
+    f1 = []
+    gold = []
+    dropped = {}
     names = [*CATEGORIES.values(), "answerable", "abstention"]
     for method, settings in figures["answers"].items():
         for setting, groups in settings.items():
@@ -282,7 +291,7 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
 
 
 def _gap_closed(figures: dict[str, Any], means: dict[str, Any]) -> str:
-    """Return which share of the base's way from no context to the evidence a row covers."""
+    """Return which share of the base's way from no context to the evidence a group covers."""
     base = figures["answers"].get(BASE, {})
     if not {"no-context", "evidence"} <= base.keys():
         return "-"

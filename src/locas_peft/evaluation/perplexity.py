@@ -41,12 +41,13 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
             path = run.out / NAME / method / f"{name}.json"
             label = f"{method}: {name}"
             units[method][name] = run.learning(ids, settings, path, label, keep_memory=False)
-    every_unit = [unit for row in units.values() for unit in row.values()]
+    every_unit = [unit for by_name in units.values() for unit in by_name.values()]
     described = {name: describe_text(ids) for name, ids in documents.items()}
     head = run.make(NAME, every_unit, documents=described)
-    readings, means = {}, {}
-    for method, row in units.items():
-        readings[method] = {name: unit.load() for name, unit in row.items()}
+    readings = {}
+    means = {}
+    for method, by_name in units.items():
+        readings[method] = {name: unit.load() for name, unit in by_name.items()}
         means[method] = _average(list(readings[method].values()))
     figures = {**head, "readings": readings, "means": means}
     run.save(NAME, figures)
@@ -88,11 +89,11 @@ def _tabulate_marks(
     readings: dict[str, dict[str, Any]], document: str, key: str, title: str
 ) -> Sheet | None:
     """Return the table of a document's perplexities at marks; None where it has no marks."""
-    values = {method: row[document][key] for method, row in readings.items()}
-    marks = list(dict.fromkeys(mark for row in values.values() for mark in row))
+    values = {method: by_name[document][key] for method, by_name in readings.items()}
+    marks = list(dict.fromkeys(mark for by_mark in values.values() for mark in by_mark))
     if not marks:
         return None
     rows = []
-    for method, row in values.items():
-        rows.append([method, *(format_figure(row.get(mark)) for mark in marks)])
+    for method, by_mark in values.items():
+        rows.append([method, *(format_figure(by_mark.get(mark)) for mark in marks)])
     return Sheet(f"{document}: perplexity {title}", ["", *marks], rows)

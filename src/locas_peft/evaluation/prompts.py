@@ -46,8 +46,8 @@ def make_prompts(
     """
     lines = dialogue_lines(conversation)
 
-    def encode(question: LocomoQuestion, kept: int) -> list[int]:
-        shown = lines[len(lines) - kept :]
+    def encode(question: LocomoQuestion, newest: int) -> list[int]:
+        shown = lines[len(lines) - newest :]
         if setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
         prompt = make_prompt(conversation, question, setting, "\n".join(shown))
@@ -62,10 +62,15 @@ def make_prompts(
     if max(lengths) <= room:
         return prompts, 0
     longest = conversation.questions[lengths.index(max(lengths))]
+
+    def measure(newest: int) -> int:
+        return len(encode(longest, newest))
+
+    fitting = bisect_right(range(len(lines) + 1), room, key=measure)
     # 0 even if that does not fit: `answer` refuses the question then.
-    fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
-    kept = max(0, fitting - 1)
-    return [encode(question, kept) for question in conversation.questions], len(lines) - kept
+    newest = max(0, fitting - 1)
+    prompts = [encode(question, newest) for question in conversation.questions]
+    return prompts, len(lines) - newest
 
 
 def make_prompt(

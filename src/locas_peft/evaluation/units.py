@@ -106,13 +106,13 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
 def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
     """Remove a unit's files below a folder, its memory's by their names.
 
-    The folders that are empty then are removed too.     A unit that a process works on is an
-    `InUse`.
+    The folders that are empty then are removed too. A unit that a process works on is an `InUse`.
     """
     if unit.path.parent.is_dir():
         with checkpoint.held(unit.lock):
-            for file in (unit.path, *(unit.memory / name for name in names)):
-                file.unlink(missing_ok=True)
+            unit.path.unlink(missing_ok=True)
+            for name in names:
+                (unit.memory / name).unlink(missing_ok=True)
             _remove_unfinished(unit)
     for directory in (unit.memory, *unit.path.parents):
         if directory == folder:

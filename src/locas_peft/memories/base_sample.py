@@ -48,8 +48,9 @@ def may_be_same_weights(expected: object, sample: str) -> bool:
         except (ValueError, struct.error):
             # No sample of ours: it tells nothing.
             return True
+        limit = RELATIVE * max(abs(a), abs(b)) + ABSOLUTE
         # Not a number is not below the limit, and tells that they differ.
-        if not abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE:
+        if not abs(a - b) <= limit:
             return False
     return True
 

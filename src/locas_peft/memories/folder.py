@@ -271,12 +271,12 @@ class _ShortReads(io.FileIO):
 def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """Return the files in an archive; a `ValueError` unless they are those of one memory."""
     entries = [entry for entry in packed.infolist() if not entry.is_dir()]
-    folder, slash = "", ""
-    if entries:
-        folder, slash, _ = entries[0].filename.rpartition("/")
+    first_name = entries[0].filename if entries else ""
+    folder, slash, _ = first_name.rpartition("/")
+    is_outside = bool(slash) and folder in ("", ".", "..")
     allowed = set()
     # One folder at most, which is inside the folder that the archive is unpacked to.
-    if "/" not in folder and not (slash and folder in ("", ".", "..")):
+    if "/" not in folder and not is_outside:
         allowed = {folder + slash + name for name in FILES}
     for entry in entries:
         is_link = stat.S_ISLNK(entry.external_attr >> 16)

@@ -221,8 +221,10 @@ def tabulate_memory(memory: dict[str, Any]) -> Sheet:
     pattern, names = _shorten([layer["name"] for layer in memory["layers"]])
     rows = []
     for name, layer in zip(names, memory["layers"], strict=True):
-        row = [name, str(layer["r"])]
-        row.append("-" if layer["tau"] is None else f"{layer['tau']:.4g}")
+        tau = "-"
+        if layer["tau"] is not None:
+            tau = f"{layer['tau']:.4g}"
+        row = [name, str(layer["r"]), tau]
         for part, statistic in _TABULATED_NORMS:
             norms = layer[part]
             row.append(format_figure(norms and norms[statistic], 3))
@@ -237,15 +239,21 @@ def _load_last_stage(directory: Path) -> dict[str, Any]:
     """Load the record of the last stage that made a memory; empty where there is none."""
     path = directory / RECORD
     if path.is_file():
-        content = load_json(path)
-        stages = content.get("stages") if isinstance(content, dict) else None
-        record = stages[-1] if isinstance(stages, list) and stages else None
+        record = _take_last(load_json(path))
     else:
         path = directory / READING
         record = load_json(path) if path.is_file() else {}
     if not isinstance(record, dict):
         raise ValueError(f"{path} must be the record of a memory: {_SAVE_AGAIN}")
     return record
+
+
+def _take_last(content: Any) -> Any:
+    """Return the last stage of a record; None where it has none."""
+    stages = content.get("stages") if isinstance(content, dict) else None
+    if isinstance(stages, list) and stages:
+        return stages[-1]
+    return None
 
 
 def _describe_layer(
@@ -259,7 +267,8 @@ def _describe_layer(
             layer[part] = tensor.item()
             continue
         # The slots are the rows of gate and up [R, D], and the columns of down [D, R].
-        norms = tensor.float().norm(dim=0 if part == "down" else 1)
+        dim = 0 if part == "down" else 1
+        norms = tensor.float().norm(dim=dim)
         layer[part] = {"mean": norms.mean().item(), "max": norms.max().item()}
         layer["r"] = len(norms)
     return layer

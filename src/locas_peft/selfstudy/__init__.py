@@ -1,6 +1,7 @@
-"""Self-study: the model writes questions about the passages of a text, and learns to answer with the passage.
+"""Self-study: the model asks questions about a text's passages and learns to answer them.
 
-`write_exchanges` writes and filters the exchanges, and `SelfStudy` learns them. `reading.memorize` runs both.
+`write_exchanges` writes and filters the questions; the answer of each is its passage. `SelfStudy`
+writes the exchanges of a text and learns them.
 """
 
 from .exchanges import Exchange, Passage, load_exchanges, save_exchanges, split_passages

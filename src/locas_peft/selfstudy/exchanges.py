@@ -1,4 +1,4 @@
-"""Exchanges: a question about a passage with its answer; their file; and the passages of a text."""
+"""Exchanges of a question and its answer, the file that holds them, and the passages of a text."""
 
 import hashlib
 import json
@@ -12,8 +12,14 @@ from typing import Any
 from ..files import load_json_lines, staged_file
 from ..text import NAME
 
-__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "PASSAGES", "REPORTED", "Exchange", "Passage", "correct"]
-__all__ += [
+__all__ = [
+    "EXCHANGES",
+    "LONGEST_PASSAGE",
+    "PASSAGES",
+    "REPORTED",
+    "Exchange",
+    "Passage",
+    "correct",
     "digest_exchanges",
     "join_exchanges",
     "load_exchanges",
@@ -21,21 +27,24 @@ __all__ += [
     "split_passages",
 ]
 
-EXCHANGES = "exchanges.jsonl"  # in a memory's folder: what was learned
-PASSAGES = "passages.safetensors"  # in the folder of a memory that version 0.2.0 wrote; not used
-LONGEST_PASSAGE = 64  # tokens: a memory learns passages as answers
-REPORTED = "said"  # the word after the speaker in a turn that is put as reported speech
+EXCHANGES = "exchanges.jsonl"
+"""The file in a memory's folder with the exchanges that it has learned."""
+PASSAGES = "passages.safetensors"
+"""A file in the folder of a memory that version 0.2.0 wrote. It is not used."""
+LONGEST_PASSAGE = 64
+"""The most tokens of a passage: a memory learns passages as answers."""
+REPORTED = "said"
+"""The word after the speaker in a turn that is put as reported speech."""
+
 _FEWEST_WORDS = 5
-_WORD = re.compile(
-    r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+"
-)  # a word, or a CJK character
-_LONGEST_SUBJECT = 8
+# A CJK character counts as a word.
+_COUNTED_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
+_MOST_SUBJECT_WORDS = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
-_ABBREVIATION = "".join(
-    rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs")
-)
-_SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
+_ABBREVIATIONS = ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs")
+_NO_ABBREVIATION = "".join(rf"(?<!\b{name}\.)" for name in _ABBREVIATIONS)
+_SENTENCE_END = re.compile(rf"\n+|(?<=[.!?…]){_NO_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,13 @@ class Exchange:
 class Passage:
     """A piece of a text that answers questions by itself.
 
-    The subject is what it is about, where it does not say so itself: of a dialogue's turn the speaker; else the text's
-    first words up to the end of its first name, such as "The tower of Skarn Point". Empty where the first sentence has
-    no name, or it comes late. `introduces` tells whether the passage is the one to ask about the subject alone.
+    Attributes:
+        text: the passage.
+        subject: what it is about, where it does not say so itself. For a turn of a dialogue this is
+            the speaker. Else it is the beginning of the text up to the end of its first name, such
+            as "The tower of Skarn Point". It is empty where the first sentence has no name, or has
+            it late.
+        introduces: whether the passage is the one to ask about the subject alone.
     """
 
     text: str
@@ -61,112 +74,145 @@ class Passage:
     introduces: bool = False
 
 
-def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> list[Passage]:
-    """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
+def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE) -> list[Passage]:
+    """Split a text into passages of one sentence each, and a dialogue into passages of one turn.
 
-    A small model writes far better questions about a short passage than about a page. Sentences and turns of a few
-    words join the one before them; a sentence of more than `most_tokens` is cut, at a space where it has one.
+    A small model writes far better questions about a short passage than about a page. Sentences and
+    turns of a few words join the one before them. A sentence of more than `most_tokens` is cut, at
+    a space where it has one.
 
-    A text is a dialogue where half of its lines have the form "Name: words" and some name occurs twice. A turn is put
-    as reported speech, with the date where a line above has one, since a small model asks about facts then and not as
-    one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes last, because a question seldom
-    names it. A long turn is split into its sentences. A text of fewer than five words is a `ValueError`.
+    A text is a dialogue where half of its lines have the form "Name: words" and some name occurs
+    twice. A turn is put as reported speech, with the date where a line above has one: Ann said: "I
+    moved to Bergen." on 8 May, 2023. A small model then asks about facts, and not as one of the
+    speakers. The date comes last, because a question seldom names it. A long turn is split into its
+    sentences.
+
+    Raises:
+        ValueError: for a text of fewer than five words.
     """
-    passages: list[Passage] = []
     turns = _list_turns(text)
-    for said, form, subject in turns or [(text, "{}", _find_subject(text))]:
-        whole = " ".join(said.split())
-        fits = form != "{}" and _count(tokenizer, form.replace("{}", whole)) <= most_tokens
-        for sentence in [whole] if fits else _list_sentences(said):
+    is_dialogue = bool(turns)
+    if not is_dialogue:
+        turns = [(text, "{}", _find_subject(text))]
+    passages: list[Passage] = []
+    for said, form, subject in turns:
+        for sentence in _split_turn(tokenizer, said, form, most_tokens):
             statement = form.replace("{}", sentence)
-            if passages and len(_WORD.findall(sentence)) < _FEWEST_WORDS:
+            if passages and _count_words(sentence) < _FEWEST_WORDS:
                 joined = f"{passages[-1].text} {statement}"
-                if _count(tokenizer, joined) <= most_tokens:
+                if _count_tokens(tokenizer, joined) <= most_tokens:
                     passages[-1] = replace(passages[-1], text=joined)
                     continue
-            pieces = _cut(tokenizer, statement, most_tokens)
-            passages += [
-                Passage(piece, subject, not turns and bool(subject) and subject in piece)
-                for piece in pieces
-            ]
-    if not any(len(_WORD.findall(passage.text)) >= _FEWEST_WORDS for passage in passages):
+            for piece in _cut(tokenizer, statement, most_tokens):
+                introduces = not is_dialogue and bool(subject) and subject in piece
+                passages.append(Passage(piece, subject, introduces))
+    if all(_count_words(passage.text) < _FEWEST_WORDS for passage in passages):
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
         raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or leave --study out")
     return passages
 
 
 def _find_subject(text: str) -> str:
-    first = next(iter(_list_sentences(text)), "")
-    name = NAME.search(first)
-    return (
-        first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
-    )
+    """Return the beginning of a text up to its first name; "" for no name, or a late one."""
+    sentences = _list_sentences(text)
+    name = NAME.search(sentences[0]) if sentences else None
+    if name is None:
+        return ""
+    subject = sentences[0][: name.end()]
+    return subject if len(subject.split()) <= _MOST_SUBJECT_WORDS else ""
+
+
+def _split_turn(tokenizer: Any, said: str, form: str, most_tokens: int) -> list[str]:
+    """Return a reported turn whole where it is short, else the sentences of a turn or a text."""
+    if form != "{}":
+        whole = " ".join(said.split())
+        if _count_tokens(tokenizer, form.replace("{}", whole)) <= most_tokens:
+            return [whole]
+    return _list_sentences(said)
 
 
 def _list_sentences(text: str) -> list[str]:
-    return [
-        sentence for part in _SENTENCE.split(text) if (sentence := " ".join((part or "").split()))
-    ]
+    sentences = [" ".join(part.split()) for part in _SENTENCE_END.split(text)]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _list_turns(text: str) -> list[tuple[str, str, str]]:
     """Return of each turn of a dialogue what is said, its form as reported speech, and the speaker.
 
-    A line of no turn is a form without a speaker, unless it is a heading with a date. Another text has no turns.
+    A line that is no turn has the form "{}" and no speaker. A line with a date that does not end
+    like a sentence is a heading, and left out. A text that is no dialogue has no turns.
     """
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    speakers = Counter(match[1] for match in map(_TURN.fullmatch, lines) if match)
+    matches = [_TURN.fullmatch(line) for line in lines]
+    speakers = Counter(match[1] for match in matches if match is not None)
     if 2 * speakers.total() < len(lines) or max(speakers.values(), default=0) < 2:
         return []
-    turns, date = [], ""
-    for line in lines:
-        match, found = _TURN.fullmatch(line), _DATE.search(line)
+    turns = []
+    date = ""
+    for line, match in zip(lines, matches, strict=True):
         if match is not None:
-            turns.append((match[2], f'{match[1]} {REPORTED}: "{{}}"{date}', match[1]))
+            speaker, said = match.groups()
+            turns.append((said, f'{speaker} {REPORTED}: "{{}}"{date}', speaker))
             continue
-        if found is not None:
-            date = f" on {found[0]}."
-        if found is None or line[-1] in ".!?…":
+        dated = _DATE.search(line)
+        if dated is not None:
+            date = f" on {dated[0]}."
+        if dated is None or line[-1] in ".!?…":
             turns.append((line, "{}", ""))
     return turns
 
 
-def _count(tokenizer, text: str) -> int:
+def _count_words(text: str) -> int:
+    return len(_COUNTED_WORD.findall(text))
+
+
+def _count_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
+def _cut(tokenizer: Any, sentence: str, most_tokens: int) -> list[str]:
     """Halve a sentence until each piece has at most `most_tokens` tokens."""
-    if len(sentence) < 2 or _count(tokenizer, sentence) <= most_tokens:
+    if len(sentence) < 2 or _count_tokens(tokenizer, sentence) <= most_tokens:
         return [sentence]
     middle = len(sentence) // 2
     space = sentence.rfind(" ", 1, middle + 1)
-    middle = space if space > 0 else middle
-    parts = (sentence[:middle].strip(), sentence[middle:].strip())
-    return [piece for part in parts if part for piece in _cut(tokenizer, part, most_tokens)]
+    if space > 0:
+        middle = space
+    pieces = []
+    for part in (sentence[:middle].strip(), sentence[middle:].strip()):
+        if part:
+            pieces += _cut(tokenizer, part, most_tokens)
+    return pieces
 
 
 def correct(earlier: Sequence[Exchange], exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Return exchanges, and after them those of the earlier ones that ask something else, in other words."""
-    asked = {each.question.casefold() for each in exchanges}
-    return [*exchanges, *(each for each in earlier if each.question.casefold() not in asked)]
+    """Return exchanges, and after them the earlier ones whose questions they do not ask.
+
+    Questions are compared word for word, whatever their case.
+    """
+    asked = {exchange.question.casefold() for exchange in exchanges}
+    others = [exchange for exchange in earlier if exchange.question.casefold() not in asked]
+    return [*exchanges, *others]
 
 
 def load_exchanges(path: str | Path) -> list[Exchange]:
-    """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe `subject`.
+    """Load exchanges from a JSON Lines file.
 
-    Errors are those of `files.load_json_lines`.
+    Each line is an object with `question`, `answer` and maybe `subject`. Errors are those of
+    `files.load_json_lines`.
     """
     return load_json_lines(path, _parse_exchange, "exchanges", "the texts `question` and `answer`")
 
 
 def _parse_exchange(value: dict[str, Any]) -> Exchange:
-    found = [value["question"], value["answer"], value.get("subject", "")]
-    if not all(isinstance(part, str) for part in found) or not all(
-        part.strip() for part in found[:2]
-    ):
+    question = value["question"]
+    answer = value["answer"]
+    subject = value.get("subject", "")
+    if not all(isinstance(field, str) for field in (question, answer, subject)):
         raise TypeError
-    return Exchange(*found[:2], found[2].strip())
+    if not question.strip() or not answer.strip():
+        raise TypeError
+    return Exchange(question, answer, subject.strip())
 
 
 def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
@@ -176,13 +222,13 @@ def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
 
 
 def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
-    """Return each answer of some exchanges with its subject and its questions, by the answer."""
-    found: dict[str, str] = {}
-    for each in exchanges:
-        found[each.answer] = (
-            f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
-        )
-    return found
+    """Return a text for each answer: its subject, the answer itself and its questions."""
+    texts: dict[str, str] = {}
+    for exchange in exchanges:
+        if exchange.answer not in texts:
+            texts[exchange.answer] = f"{exchange.subject} {exchange.answer}"
+        texts[exchange.answer] += f" {exchange.question}"
+    return texts
 
 
 def digest_exchanges(exchanges: Sequence[Exchange]) -> str:
@@ -191,6 +237,5 @@ def digest_exchanges(exchanges: Sequence[Exchange]) -> str:
 
 
 def _format(exchanges: Iterable[Exchange]) -> str:
-    return "".join(
-        json.dumps(asdict(exchange), ensure_ascii=False) + "\n" for exchange in exchanges
-    )
+    lines = [json.dumps(asdict(exchange), ensure_ascii=False) for exchange in exchanges]
+    return "".join(f"{line}\n" for line in lines)

@@ -1,6 +1,6 @@
-"""Self-study of a text: write exchanges, then learn their answers without the passages, until they are known.
+"""Self-study of a text: write exchanges, then learn their answers without the passages.
 
-Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
+Axes: T tokens of an answer, K candidates for a token, V vocabulary.
 """
 
 import copy
@@ -9,15 +9,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from locas_settings import StudySettings
+
 from ..asking import begin_rows, encode_question, find_pad_token
-from ..checks import check_whole
+from ..checks import invalid
 from ..model import CausalLM, compute_once
 from ..ttt import Anchor, OwnText
 from ..ttt.active import calibrate_empty
@@ -31,21 +33,38 @@ from .writing import BLOCK, check_window, write_exchanges
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
 
 BATCH = 8
-PER_PASSAGE = 6  # questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many
-PASSES, LEAST_STEPS = 4, 50
-"""How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps.
-Where rows do not tell the passages apart, it is twice as many steps."""
-SORTED = 32  # a batch takes lessons of about one length from so many
-PULL_EVERY = 4  # every n-th step also limits the change of other answers and of other text, with n times the weight
-PROMPTS, ANSWERS, OWN_TEXTS = 2048, 4, 4
-"""What discriminants are computed from: the most prompts, the most answers with one passage, the base's own texts."""
-BETA = 0.98  # of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall
+"""The lessons of an optimizer step."""
+WINDOW = 512
+"""The window, in tokens, where none is given."""
+PER_PASSAGE = 6
+"""Questions about a passage where rows tell the passages apart; elsewhere twice as many."""
+PASSES = 4
+"""How often a lesson is learned at most, where no number is given."""
+LEAST_STEPS = 50
+"""Few lessons are learned for so many steps; twice as many where no rows tell passages apart."""
+SORTED = 32
+"""A batch takes lessons of about one length from so many."""
+PULL_EVERY = 4
+"""Every n-th step also limits the change of other answers and texts, with n times the weight."""
+PROMPTS = 2048
+"""The most prompts that discriminants are computed from."""
+ANSWERS = 4
+"""The most answers with one passage that discriminants are computed from."""
+OWN_TEXTS = 4
+"""The texts of the base that discriminants are computed from."""
+BETA = 0.98
+"""Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
-"""Every n-th time, a lesson's passage is learned to its end: else what is left out would be forgotten unseen."""
-MARGIN = 4  # tokens of a passage that are learned after the last one that is not known
+"""Every n-th time, a lesson's passage is learned to its end. Else what is left out could be
+forgotten without being noticed."""
+MARGIN = 4
+"""Tokens of a passage that are learned after the last one that is not known."""
 KNOWN_NATS = math.log(2)
-"""Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
-WARMUP_STEPS, SAMPLES = 5, 3
+"""Greedy decoding recites a token of a smaller loss: its probability is above one half
+(arXiv:2605.30260)."""
+WARMUP_STEPS = 5
+SAMPLES = 3
+"""How many dropped replies are shown."""
 _PLAIN_STATE = (
     "asked",
     "samples",
@@ -57,9 +76,17 @@ _PLAIN_STATE = (
     "_reaches",
 )
 
-Row = tuple[
-    list[int], Lesson, Tensor
-]  # a prompt's token ids, a lesson, the first tokens of its answer [T]
+
+class Example(NamedTuple):
+    """A lesson in one of its wordings: a prompt's token ids, and the answer's first tokens [T]."""
+
+    prompt: list[int]
+    lesson: Lesson
+    answer: Tensor
+
+    def list_inputs(self) -> list[int]:
+        """Return the token ids that are fed: all but the last one."""
+        return [*self.prompt, *self.answer.tolist()][:-1]
 
 
 @dataclass(frozen=True)
@@ -68,11 +95,12 @@ class StudyStep:
 
     Attributes:
         phase: "write" or "learn".
-        done: passages so far; or steps so far, and those that are not needed since their lessons are known.
+        done: passages so far. Or steps so far, and those that are not needed since their lessons
+            are known.
         total: passages; or steps where each lesson is learned in each pass.
-        exchanges: exchanges kept so far.
+        exchanges: exchanges so far.
         loss_nats: of a step, KL(teacher || student) a token of the answers; None for a block.
-        written: the exchanges that were kept of a block.
+        written: the exchanges of a block.
     """
 
     phase: str
@@ -85,102 +113,126 @@ class StudyStep:
 
 @dataclass
 class _Progress:
-    """What is known of a lesson."""
+    """What is known of a lesson.
 
-    due: int = 0  # the pass in which it is learned next
-    seen: int = 0  # how often it was learned
-    known: int = (
-        0  # how often it was known, each time in the next wording, since it was last found unknown
-    )
+    Attributes:
+        due: the pass in which it is learned next.
+        seen: how often it was learned.
+        known: how often it was known since it was last found unknown, each time in the next
+            wording.
+    """
+
+    due: int = 0
+    seen: int = 0
+    known: int = 0
 
 
 class SelfStudy:
     """Train the active adapter to answer questions about a text without the text.
 
-    The base, with a short passage in its context, writes questions about it. The memory learns to answer each with the
-    passage, from the question alone (see `lessons`). The parameters that require gradients are changed in place; the
-    base is not. `state_dict` and the adapter's weights are all that a continuation needs.
+    The base, with a short passage in its context, writes questions about it. The memory learns to
+    answer each with the passage, from the question alone (see `lessons`). The parameters that
+    require gradients are changed in place; the base is not. `state_dict` and the adapter's weights
+    are all that a continuation needs.
 
-    What is known is not learned again (`_Progress`); the study ends when all lessons are known in each wording.
+    What is known is not learned again (`_Progress`). The study ends when all lessons are known in
+    each wording.
 
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
-        per_passage: questions wanted about each passage; None for `PER_PASSAGE`.
-        passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
-            For n times as many the learning rate is divided by the square root of n.
-        learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
-        window: of the reading, in tokens.
-        seed: of the questions and of the order of learning.
-        anchor: weight of the KL from the base on its answers to other questions and on its own text at the end; it
-            grows from 0 as the rate falls. 0 for none.
+        settings: those of the study itself are used, and not those of the adapter:
+            exchanges: questions wanted about each passage; None for `PER_PASSAGE`.
+            passes: the most times that each exchange is learned. None stands for `PASSES`, and
+                `LEAST_STEPS` steps of few exchanges. For n times as many the learning rate is
+                divided by the square root of n.
+            learning_rate: of AdamW. It falls linearly to 0 with the share of the lessons of all
+                passes that are left.
+            window: in tokens; None for `WINDOW`.
+            seed: of the questions and of the order of learning.
+            anchor: weight at the end of the KL from the base, on its answers to other questions and
+                on its own text. It grows from 0 as the rate falls. 0 or None for none.
         given: the exchanges that are learned, in place of written ones.
-        earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
-            question a new exchange asks in the same words leaves: the new answer corrects it.
-        discriminants: where `can_tell_apart`, the upper layers of a LOCAS memory, which has no norm clip, begin with
-            rows of `place_discriminants`, and they alone are trained. Elsewhere questions and least steps are doubled.
+        earlier: those that the memory has learned before. They are learned again as far as they are
+            lost. One whose question a new exchange asks in the same words leaves: the new answer
+            corrects it.
+        discriminants: whether the upper layers of a LOCAS memory, which has no norm clip, begin
+            with rows of `place_discriminants` where `can_tell_apart`. They alone are then trained.
+            Elsewhere questions and least steps are doubled.
 
-    A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
-    positions are a `ValueError`.
+    Attributes:
+        exchanges: those so far.
+        asked: how many questions were asked.
+        samples: replies that were dropped, at most `SAMPLES`.
+        skipped_steps: steps that were not taken, for a loss or gradient that is not finite.
+
+    Raises:
+        ValueError: for a text shorter than a passage, a window without room for one, a given
+            exchange longer than the model's positions, and settings without a learning rate.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        tokenizer,
+        tokenizer: Any,
         input_ids: Tensor,
+        settings: StudySettings,
         *,
-        per_passage: int | None,
-        passes: int | None,
-        learning_rate: float,
-        window: int = 512,
-        seed: int = 0,
-        anchor: float = 0.0,
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
         discriminants: bool = False,
     ):
-        if passes is not None:
-            check_whole("passes", passes, 1)
-        self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
+        if settings.learning_rate is None:
+            remedy = "give one, 1e-3 say, or complete the settings"
+            raise invalid("learning_rate", "be given for a study", None, remedy)
+        window = settings.window or WINDOW
+        seed = settings.seed
+        self._model = model
+        self._tokenizer = tokenizer
+        self._host = CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
-        self._per_passage, self._passes, self._seed, self._anchor = (
-            per_passage,
-            passes,
-            seed,
-            anchor,
-        )
+        self._per_passage = settings.exchanges
+        self._passes = settings.passes
+        self._seed = seed
         self._discriminants = discriminants
-        self._others: list[Row] = []  # written at their first use
-        self._free = (
-            Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
-        )
+        self._anchor_weight = settings.anchor or 0.0
+        self._anchor: Anchor | None = None
+        if self._anchor_weight:
+            own_text = OwnText(model, texts=16, seed=seed, batch_size=16)
+            self._anchor = Anchor(own_text, every=1)
+        # The base's answers to other questions, written at their first use.
+        self._others: list[Example] = []
         self._learner = Learner(
-            lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA
+            lambda: trained_parameters(model), settings.learning_rate, WARMUP_STEPS, beta=BETA
         )
-        self.exchanges, self._earlier = list(given or ()), list(earlier)
-        self._lessons: list[Lesson] = []  # made of the exchanges when all are written
+        self.exchanges = list(given or ())
+        self._earlier = list(earlier)
+        # Made of the exchanges when all are written.
+        self._lessons: list[Lesson] = []
         self._progress: list[_Progress] = []
-        self._reaches: dict[str, int] = {}  # by answer: how many of its tokens are learned next
-        self._given = None if given is None else digest_exchanges(self.exchanges)
+        # How many tokens of each answer are learned next.
+        self._reaches: dict[str, int] = {}
+        self._given: str | None = None
         self._passages: list[Passage] = []
-        self._check_lengths()
         if given is None:
             check_window(self._host, window)
-            self._passages = split_passages(
-                tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True)
-            )
+            text = tokenizer.decode(input_ids, skip_special_tokens=True)
+            self._passages = split_passages(tokenizer, text)
+        else:
+            self._given = digest_exchanges(self.exchanges)
+            self._check_lengths()
         self.asked = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
-        self._blocks, self._step = 0, 0
+        self._blocks = 0
+        self._step = 0
         self._losses: list[float] = []
         self._seconds = {"write": 0.0, "learn": 0.0}
 
     def _check_lengths(self) -> None:
         for number, exchange in enumerate(self.exchanges, 1):
             question = f"{exchange.subject}: {exchange.question}"
-            prompts = (encode_question(self._tokenizer, question, form) for form in FORMS)
+            prompts = [encode_question(self._tokenizer, question, form) for form in FORMS]
             length = max(map(len, prompts)) + len(make_lesson(exchange, self._tokenizer).answer)
             if length > (self._host.positions or length):
                 rule = f"exchange {number} must fit the model's {self._host.positions} positions"
@@ -188,13 +240,12 @@ class SelfStudy:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """JSON values: what was asked, kept and learned; the KL of a pass at the start and at the end; seconds."""
+        """What was asked and learned, seconds, and the KL of the first and last pass, as JSON."""
         batches = max(1, math.ceil(len(self._lessons) / BATCH))
-        means = [
-            sum(part) / len(part)
-            for part in (self._losses[:batches], self._losses[-batches:])
-            if part
-        ]
+        means = []
+        if self._losses:
+            for losses in (self._losses[:batches], self._losses[-batches:]):
+                means.append(sum(losses) / len(losses))
         return {
             "passages": len(self._passages),
             "asked": self.asked,
@@ -210,219 +261,293 @@ class SelfStudy:
         }
 
     def run(self) -> Iterator[StudyStep]:
-        """Write what is left to write, then learn what is left to learn; the caller may stop at any step.
+        """Write what is left to write, then learn what is left to learn.
 
-        Exchanges are written block by block, `BLOCK` passages each. Without any usable exchange nothing is learned;
-        `samples` then has some of those that were dropped.
+        The caller may stop at any step. Exchanges are written block by block, `BLOCK` passages
+        each. Without any usable exchange nothing is learned; `samples` then has some of those that
+        were dropped.
         """
         calibrate_empty(self._model, self._text[None])
         yield from self._write()
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
-        self._progress = self._progress or [_Progress() for _ in self._lessons]
-        apart = self._is_apart()
-        least = LEAST_STEPS if apart else 2 * LEAST_STEPS
-        usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
-        self._passes = usual if self._passes is None else self._passes
+        if not self._progress:
+            self._progress = [_Progress() for _ in self._lessons]
+        yield from self._learn_all()
+
+    def _write(self) -> Iterator[StudyStep]:
+        total = len(self._passages)
+        count = self._per_passage
+        if count is None:
+            count = PER_PASSAGE if self._tells_apart(total) else 2 * PER_PASSAGE
+        blocks = write_exchanges(
+            self._model,
+            self._tokenizer,
+            self._passages,
+            count,
+            seed=self._seed,
+            first=self._blocks,
+        )
+        while BLOCK * self._blocks < total:
+            began = time.perf_counter()
+            block = next(blocks)
+            self._blocks += 1
+            self.asked += block.asked
+            self.exchanges += block.exchanges
+            self.samples = [*self.samples, *block.dropped][:SAMPLES]
+            self._seconds["write"] += time.perf_counter() - began
+            done = min(BLOCK * self._blocks, total)
+            written = tuple(block.exchanges)
+            yield StudyStep("write", done, total, len(self.exchanges), written=written)
+
+    def _learn_all(self) -> Iterator[StudyStep]:
+        """Learn the lessons until all are known, or have had all their passes."""
+        apart = self._tells_apart(self._count_answers())
+        least_steps = LEAST_STEPS if apart else 2 * LEAST_STEPS
+        usual = max(PASSES, math.ceil(least_steps * BATCH / max(len(self._lessons), 1)))
+        if self._passes is None:
+            self._passes = usual
         rate = min(1.0, (usual / self._passes) ** 0.5)
         if apart and not self._step:
-            self._tell_apart()
-        whole = len(self._lessons) * self._passes
-        while (left := whole - sum(each.due for each in self._progress)) > 0:
+            self._place_discriminants()
+        total = len(self._lessons) * self._passes
+        left = total - self._count_done()
+        while left > 0:
             began = time.perf_counter()
             with evaluating(self._model), upper_layers_trained(self._model, apart):
-                loss = self._learn(1 - left / whole, rate)
+                loss = self._learn(1 - left / total, rate)
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
-            done, total = (
-                math.ceil(n / BATCH) for n in (sum(each.due for each in self._progress), whole)
-            )
-            yield StudyStep("learn", done, total, len(self.exchanges), loss)
+            done = self._count_done()
+            left = total - done
+            steps = math.ceil(done / BATCH)
+            all_steps = math.ceil(total / BATCH)
+            yield StudyStep("learn", steps, all_steps, len(self.exchanges), loss)
 
-    def _write(self) -> Iterator[StudyStep]:
-        options = {"seed": self._seed, "first": self._blocks}
-        count = self._per_passage or (
-            PER_PASSAGE if self._is_apart(len(self._passages)) else 2 * PER_PASSAGE
-        )
-        writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
-        while BLOCK * self._blocks < len(self._passages):
-            began = time.perf_counter()
-            written = next(writing)
-            self._blocks += 1
-            self.asked += written.asked
-            self.exchanges += written.exchanges
-            self.samples = [*self.samples, *written.dropped][:SAMPLES]
-            self._seconds["write"] += time.perf_counter() - began
-            done = min(BLOCK * self._blocks, len(self._passages))
-            yield StudyStep(
-                "write",
-                done,
-                len(self._passages),
-                len(self.exchanges),
-                written=tuple(written.exchanges),
-            )
+    def _count_done(self) -> int:
+        """Return how many lessons of all passes are learned, or not needed."""
+        return sum(progress.due for progress in self._progress)
 
-    def _is_apart(self, passages: int = 0) -> bool:
-        passages = passages or len({each.answer for each in self.exchanges})
+    def _count_answers(self) -> int:
+        return len({exchange.answer for exchange in self.exchanges})
+
+    def _tells_apart(self, passages: int) -> bool:
         return self._discriminants and can_tell_apart(self._model, passages)
 
-    def _tell_apart(self) -> None:
-        """Give the memory rows that tell the lessons' answers apart, at the ends of prompts and inside the answers.
+    def _place_discriminants(self) -> None:
+        """Give the memory rows that tell the lessons' answers apart, at ends and inside answers.
 
-        What the pull asks, the base's answers to it, and the base's own text are of no passage.
+        They are at the ends of prompts, and inside the answers. The base's answers to other
+        questions, and its own text, are of no passage.
         """
-        began, pad, numbers = time.perf_counter(), find_pad_token(self._tokenizer), dict[str, int]()
-        of_lesson = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
-        chosen = random.Random(self._seed).sample(
-            range(len(of_lesson)), min(len(of_lesson), PROMPTS)
-        )
-        rows = [(*self._encode(each), of_lesson[each]) for each in chosen]
-        rows += [(*row, -1) for row in self._list_others()]
-        prompts, passages = [row[0] for row in rows], [row[-1] for row in rows]
-        place_discriminants(self._model, prompts, [1] * len(rows), passages, pad, inside=False)
-        spans, seen = (
-            [],
-            Counter[int](),
-        )  # token ids, how many of the last ones are of a passage, its number
-        for prompt, _, answer, number in rows:
-            seen[number] += 1
-            if len(answer) > 1 and (number < 0 or seen[number] <= ANSWERS):
-                spans.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
-        for text in (
-            [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else ()
-        ):
-            spans.append((text, len(text) - 1, -1))
+        began = time.perf_counter()
+        pad = find_pad_token(self._tokenizer)
+        examples, passages = self._draw_examples()
+        prompts = [example.prompt for example in examples]
+        ends = [1] * len(prompts)
+        place_discriminants(self._model, prompts, ends, passages, pad, inside=False)
+        spans = self._list_spans(examples, passages)
         if spans:
-            place_discriminants(self._model, *zip(*spans, strict=True), pad, inside=True)
+            rows, counts, owners = zip(*spans, strict=True)
+            place_discriminants(self._model, rows, counts, owners, pad, inside=True)
         self._seconds["learn"] += time.perf_counter() - began
 
-    def _learn(self, done: float, rate: float) -> float:
-        """Take the next step, at a share `rate` of the learning rate; return its KL, in nats a token of the lessons.
+    def _draw_examples(self) -> tuple[list[Example], list[int]]:
+        """Return lessons drawn at random and the others, and the number of each one's passage."""
+        numbers: dict[str, int] = {}
+        for exchange in self.exchanges:
+            numbers.setdefault(exchange.answer, len(numbers))
+        count = len(self.exchanges)
+        drawn = random.Random(self._seed).sample(range(count), min(count, PROMPTS))
+        examples = [self._encode(index) for index in drawn]
+        passages = [numbers[self.exchanges[index].answer] for index in drawn]
+        others = self._list_others()
+        return examples + others, passages + [-1] * len(others)
 
-        The weight of the pull grows with the share of the study that is done: first the memory learns its own answers,
-        then their effect on others is undone.
+    def _list_spans(
+        self, examples: Sequence[Example], passages: Sequence[int]
+    ) -> list[tuple[list[int], int, int]]:
+        """Return the answers of examples, and the base's own texts.
+
+        Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
-        number = min(each.due for each in self._progress)
+        spans = []
+        answers = Counter[int]()
+        for example, passage in zip(examples, passages, strict=True):
+            answers[passage] += 1
+            count = len(example.answer) - 1
+            if count and (passage < 0 or answers[passage] <= ANSWERS):
+                spans.append((example.list_inputs(), count, passage))
+        if self._anchor is not None:
+            for number in range(OWN_TEXTS):
+                text = self._anchor.texts[number].tolist()
+                spans.append((text, len(text) - 1, -1))
+        return spans
+
+    def _learn(self, done: float, rate: float) -> float:
+        """Take the next step; return its KL, in nats a token of the lessons.
+
+        The weight of the pull grows with the share of the study that is done: first the memory
+        learns its own answers, then their effect on others is undone.
+
+        Args:
+            done: the share of the study that is done.
+            rate: a factor of the learning rate.
+        """
+        number = min(progress.due for progress in self._progress)
         chosen = self._choose(number)
-        rows = list(chosen.values())
-        weight = done * self._anchor * PULL_EVERY if self._step % PULL_EVERY == 0 else 0.0
+        examples = list(chosen.values())
+        pull, remainder = divmod(self._step, PULL_EVERY)
+        weight = 0.0 if remainder else done * self._anchor_weight * PULL_EVERY
         self._learner.begin()
-        others = self._list_others() if weight else []
-        first = self._step // PULL_EVERY * BATCH  # this step pulls these back to the base's answers
-        losses = self._distill(
-            rows + [others[(first + row) % len(others)] for row in range(BATCH * bool(others))]
-        )
-        own, pulls = losses[: len(rows)], losses[len(rows) :]
-        loss = pulled = torch.cat(own).mean()
+        others = self._choose_others(pull) if weight else []
+        all_losses = self._distill(examples + others)
+        losses = all_losses[: len(examples)]
+        loss = torch.cat(losses).mean()
+        objective = loss
         if weight:
-            text = self._free.text_of(self._step // PULL_EVERY)
-            pulled = loss + weight * (torch.cat(pulls).mean() + self._free.loss(self._host, text))
-        pulled.backward()
-        # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
-        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):
+            text = self._anchor.text_of(pull)
+            others_loss = torch.cat(all_losses[len(examples) :]).mean()
+            objective = loss + weight * (others_loss + self._anchor.loss(self._host, text))
+        objective.backward()
+        # The rate falls to 0: at a constant one the batches of the last steps would count more than
+        # the others.
+        factor = rate * (1 - done)
+        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=factor):
             self.skipped_steps += 1
-        self._note(chosen, number, [each.detach() for each in own])
+        self._note(chosen, number, [example_losses.detach() for example_losses in losses])
         return loss.item()
 
-    def _choose(self, number: int) -> dict[int, Row]:
-        """Return the next lessons of a pass by their numbers: of about one length, so that few rows are padded."""
+    def _choose(self, number: int) -> dict[int, Example]:
+        """Return the next lessons of a pass by their numbers.
+
+        They are of about one length, so that few rows are padded.
+        """
         order = list(range(len(self._lessons)))
         random.Random(f"{self._seed} {number}").shuffle(order)
-        due = [each for each in order if self._progress[each].due == number]
-        rows = {each: self._encode(each) for each in due[:SORTED]}
-        lengths = {each: len(prompt) + len(answer) for each, (prompt, _, answer) in rows.items()}
-        nearest = sorted(rows, key=lambda each: abs(lengths[each] - lengths[due[0]]))
-        return {each: rows[each] for each in nearest[:BATCH]}
+        due = [index for index in order if self._progress[index].due == number]
+        examples = {index: self._encode(index) for index in due[:SORTED]}
+        lengths = {}
+        for index, example in examples.items():
+            lengths[index] = len(example.prompt) + len(example.answer)
+        middle = lengths[due[0]]
+        nearest = sorted(examples, key=lambda index: abs(lengths[index] - middle))
+        return {index: examples[index] for index in nearest[:BATCH]}
 
-    def _encode(self, each: int) -> Row:
+    def _encode(self, index: int) -> Example:
         """Return a lesson in its next wording."""
-        lesson = self._lessons[each]
+        lesson = self._lessons[index]
         # A lesson's wordings begin at its own number, so that a batch has all of them.
-        turn = each + self._progress[each].seen
+        turn = index + self._progress[index].seen
         prompt = encode_question(self._tokenizer, *lesson.word(turn))
-        reach = self._reaches.get(self.exchanges[each].answer) if turn % WHOLE_EVERY else None
-        return prompt, lesson, lesson.answer[:reach]
+        answer = lesson.answer
+        if turn % WHOLE_EVERY:
+            answer = answer[: self._reaches.get(self.exchanges[index].answer)]
+        return Example(prompt, lesson, answer)
 
-    def _list_others(self) -> list[Row]:
+    def _list_others(self) -> list[Example]:
         """Return the other questions, with the base's answers; none without an anchor."""
-        if self._anchor and not self._others:
-            fields = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
-            lessons = [Lesson(*each) for each in fields]
-            self._others = [
-                (encode_question(self._tokenizer, *each.word(0)), each, each.answer)
-                for each in lessons
-            ]
+        if self._anchor is None or self._others:
+            return self._others
+        lessons = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
+        for lesson in lessons:
+            prompt = encode_question(self._tokenizer, *lesson.word(0))
+            self._others.append(Example(prompt, lesson, lesson.answer))
         return self._others
 
-    def _distill(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Return KL(teacher || student) at each token of some answers after their prompts, [T] of each row."""
-        prompts = [prompt for prompt, _, _ in rows]
-        inputs = [[*prompt, *answer.tolist()][:-1] for prompt, _, answer in rows]
-        shared = commonprefix(
-            [prompt[:-1] for prompt in prompts]
-        )  # the system message of a chat template
-        inputs = begin_rows(self._host, inputs, [(len(shared), range(len(rows)))], 0)
-        logits = self._host.logits(count=max(len(answer) for _, _, answer in rows), **inputs)
-        return [
-            _divergences(each[-len(row[2]) :], row[1])
-            for each, row in zip(logits, rows, strict=True)
-        ]
+    def _choose_others(self, pull: int) -> list[Example]:
+        """Return the other questions whose answers a pull brings back to the base's, in turns."""
+        others = self._list_others()
+        first = pull * BATCH
+        return [others[number % len(others)] for number in range(first, first + BATCH)]
 
-    def _note(self, chosen: Iterable[int], number: int, losses: Sequence[Tensor]) -> None:
-        """Note what the losses of some lessons' tokens show of them: when they are due, and how far their passages."""
-        unknown: dict[str, int] = {}  # by answer: the tokens up to the last that is not known
-        for each, row in zip(chosen, losses, strict=True):
-            beyond = (row < KNOWN_NATS).logical_not().nonzero()
-            last = int(beyond[-1]) + 1 if len(beyond) else 0
-            answer, progress = self.exchanges[each].answer, self._progress[each]
+    def _distill(self, examples: Sequence[Example]) -> list[Tensor]:
+        """Return KL(teacher || student) at each token of some answers, [T] of each example."""
+        rows = [example.list_inputs() for example in examples]
+        # Such as the system message of a chat template.
+        shared = commonprefix([example.prompt[:-1] for example in examples])
+        inputs = begin_rows(self._host, rows, [(len(shared), range(len(rows)))], 0)
+        count = max(len(example.answer) for example in examples)
+        logits = self._host.logits(count=count, **inputs)
+        losses = []
+        for example, row_logits in zip(examples, logits, strict=True):
+            losses.append(_divergences(row_logits[-len(example.answer) :], example.lesson))
+        return losses
+
+    def _note(self, indices: Iterable[int], number: int, losses: Sequence[Tensor]) -> None:
+        """Note when lessons are due next, and how far their passages are learned.
+
+        Args:
+            indices: the lessons.
+            number: the pass.
+            losses: those of each lesson's tokens, [T].
+        """
+        # By answer: the tokens up to the last that is not known.
+        unknown: dict[str, int] = {}
+        for index, example_losses in zip(indices, losses, strict=True):
+            # Not >=: NaN is unknown.
+            unknown_tokens = (example_losses < KNOWN_NATS).logical_not().nonzero()
+            last = 0
+            if len(unknown_tokens):
+                last = int(unknown_tokens[-1]) + 1
+            answer = self.exchanges[index].answer
             unknown[answer] = max(last, unknown.get(answer, 0))
+            progress = self._progress[index]
             progress.seen += 1
             progress.known = 0 if last else progress.known + 1
-            left = progress.known == len(FORMS)
-            progress.due = self._passes if left else min(number + 1 + progress.known, self._passes)
-        self._reaches |= {answer: last + MARGIN for answer, last in unknown.items()}
-
-    # ------------------------------------------------------------------ the state
+            progress.due = min(number + 1 + progress.known, self._passes)
+            # Known in each wording: it is not learned again.
+            if progress.known == len(FORMS):
+                progress.due = self._passes
+        for answer, last in unknown.items():
+            self._reaches[answer] = last + MARGIN
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the study's state, tensors and plain values; the adapter's weights are not part of it."""
+        """Return the study's state, tensors and plain values, without the adapter's weights."""
+        plain = {name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE}
         return {
-            **{name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE},
+            **plain,
             "given": self._given,
             "learner": self._learner.state_dict(),
-            "progress": [list(vars(each).values()) for each in self._progress],
+            "progress": [list(astuple(progress)) for progress in self._progress],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the adapter's weights were restored.
 
-        A study that was begun with other given exchanges is a `ValueError`. A state that does not fit is that, or a
-        `KeyError`, `TypeError` or `AttributeError`.
+        Raises:
+            ValueError: for a study that was begun with other given exchanges.
+            ValueError, KeyError, TypeError, AttributeError: for a state that does not fit.
         """
         if state["given"] != self._given:
             rule = "exchanges must be those that the checkpoint was begun with, got others"
             raise ValueError(f"{rule}: give the former file, or start afresh with --overwrite")
-        self.exchanges = [Exchange(**each) for each in state["exchanges"]]
-        self._progress = [_Progress(*each) for each in state["progress"]]
+        self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
+        self._progress = [_Progress(*values) for values in state["progress"]]
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
-        with upper_layers_trained(self._model, self._is_apart()):
+        apart = self._tells_apart(self._count_answers())
+        with upper_layers_trained(self._model, apart):
             self._learner.load_state_dict(state["learner"])
 
 
 def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
-    """Return KL(teacher || student) at the first tokens of an answer, [T], from the student's logits [T, V].
+    """Return KL(teacher || student) at the first tokens of an answer, [T].
 
-    It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over the candidates
-    alone, the least KL would need a student that never says anything else.
+    It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over
+    the candidates alone, the least KL would need a student that never says anything else.
+
+    Args:
+        logits: [T, V], the student's.
+        lesson: its targets are the teacher's probabilities.
     """
-    logs = (
-        logits.float().log_softmax(-1).gather(1, lesson.candidates[: len(logits)].to(logits.device))
-    )
+    candidates = lesson.candidates[: len(logits)].to(logits.device)
+    logs = logits.float().log_softmax(-1).gather(1, candidates)
     targets = lesson.targets[: len(logits)].to(logs)
-    others = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    logs = torch.cat([logs, others], -1)
-    targets = torch.cat([targets, (1 - targets.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    other_logs = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    other_targets = (1 - targets.sum(-1, keepdim=True)).clamp(min=0)
+    logs = torch.cat([logs, other_logs], -1)
+    targets = torch.cat([targets, other_targets], -1)
     return (torch.xlogy(targets, targets) - targets * logs).sum(-1)

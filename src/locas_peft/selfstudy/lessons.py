@@ -1,10 +1,12 @@
-"""Lessons: what a self-study learns of an exchange, in several wordings of its prompt, and what it leaves as it is.
+"""Lessons: what a self-study learns of an exchange, and the answers of the base that it keeps.
 
 Axes: T tokens of an answer, K candidates for a token.
 """
 
 import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,34 +24,32 @@ __all__ = ["FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
 FORMS = (SENTENCE_PROMPT, "{question}", "{question} Answer in a full sentence.")
 """The wordings of a prompt: more than one, so that no wording is learned."""
 TOPICS = (
-    *(
-        "history",
-        "geography",
-        "science",
-        "sports",
-        "music",
-        "food",
-        "animals",
-        "travel",
-        "work",
-        "family",
-    ),
-    *(
-        "health",
-        "books",
-        "films",
-        "weather",
-        "money",
-        "school",
-        "computers",
-        "art",
-        "nature",
-        "language",
-    ),
+    "history",
+    "geography",
+    "science",
+    "sports",
+    "music",
+    "food",
+    "animals",
+    "travel",
+    "work",
+    "family",
+    "health",
+    "books",
+    "films",
+    "weather",
+    "money",
+    "school",
+    "computers",
+    "art",
+    "nature",
+    "language",
 )
 BEGINNINGS = ("What", "Who", "When", "Where")
-ANSWER_TOKENS = 16  # of other answers: the first ones are kept
-CANDIDATES = 64  # K: the likeliest tokens, whose probabilities are kept
+ANSWER_TOKENS = 16
+"""The tokens of an answer of the base; the rest is left out."""
+CANDIDATES = 64
+"""K: the likeliest tokens, whose probabilities are targets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,11 @@ class Lesson:
     """An answer that is learned, and the prompts that it follows.
 
     Args:
-        subject: stands before the question half of the time, where the question does not name it; empty for none.
-        answer: LongTensor [T], the answer's tokens, and the end of the turn where the answer reached it.
+        question: the question.
+        subject: stands before the question half of the time, where the question does not name it;
+            empty for none.
+        answer: LongTensor [T], the answer's tokens, and the end of the turn where the answer
+            reached it.
         candidates: LongTensor [T, K], the tokens that may stand at each place.
         targets: float32 [T, K], their probabilities.
         forms: wordings of the prompt, one each pass (see `asking.encode_question`).
@@ -72,79 +75,100 @@ class Lesson:
     forms: tuple[str, ...] = FORMS
 
     def word(self, number: int) -> tuple[str, str]:
-        """Return the question and the form of its prompt, for the `number`-th time that the lesson is learned.
+        """Return the question and the form of its prompt, for the `number`-th time it is learned.
 
-        A question about a passage seldom names the subject, and a user's question does. With the subject in all
-        passes, a question that names it would be answered with the passage that introduces it.
+        A question about a passage seldom names the subject, and a user's question does. With the
+        subject in all passes, a question that names it would be answered with the passage that
+        introduces it.
         """
-        named = (
-            self.subject
-            and number // 2 % 2
-            and self.subject.split()[-1] not in re.findall(r"\w+", self.question)
-        )
-        question = f"{self.subject}: {self.question}" if named else self.question
-        return question, self.forms[number % len(self.forms)]
+        form = self.forms[number % len(self.forms)]
+        has_turn = number // 2 % 2 == 1
+        if self.subject and has_turn and not self._names_subject():
+            return f"{self.subject}: {self.question}", form
+        return self.question, form
+
+    def _names_subject(self) -> bool:
+        return self.subject.split()[-1] in re.findall(r"\w+", self.question)
 
 
-def make_lesson(exchange: Exchange, tokenizer) -> Lesson:
+def make_lesson(exchange: Exchange, tokenizer: Any) -> Lesson:
     """Return what is learned of an exchange: its answer, each token of it for certain."""
-    ids = torch.tensor([*encode_answer(tokenizer, exchange.answer), *list_stops(tokenizer)[:1]])
-    return Lesson(exchange.question, exchange.subject, ids, ids[:, None], torch.ones(len(ids), 1))
+    ids = encode_answer(tokenizer, exchange.answer) + list_stops(tokenizer)[:1]
+    answer = torch.tensor(ids)
+    certain = torch.ones(len(ids), 1)
+    return Lesson(exchange.question, exchange.subject, answer, answer[:, None], certain)
 
 
 @torch.no_grad()
-def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Let the base write questions about `TOPICS` and answer them greedily; its distributions are the targets.
+def write_replay_lessons(model: nn.Module, tokenizer: Any, seed: int = 0) -> list[Lesson]:
+    """Let the base write questions about `TOPICS` and answer them; return a lesson for each.
 
-    Return the fields of a `Lesson` for each question.
-
-    Without such lessons, the model would answer every question in the study's wordings about the text's subject.
-    The wordings of the prompts are those in `lessons.FORMS`, in turns; each lesson has one. The model's memory is
-    disabled meanwhile. `seed` is that of the questions.
+    The answers are greedy, and the base's distributions are the targets. Without such lessons, the
+    model would answer every question in the study's wordings about the text's subject. The lessons
+    have the wordings in `FORMS` in turns, each has one. The model's memory is disabled meanwhile.
+    `seed` is that of the questions.
     """
-    host, asked = CausalLM(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
+    host = CausalLM(model)
     generator = torch.Generator(host.device).manual_seed(seed)
+    requests = []
+    for topic, begin in product(TOPICS, BEGINNINGS):
+        requests.append((f"Write a question about {topic}.", begin))
+    questions = []
+    forms = []
+    prompts = []
     with evaluating(model), adapters_disabled(model):
-        requests = [(f"Write a question about {topic}.", begin) for topic, begin in asked]
-        lines = [
-            reply.split("\n")[0] for reply in write_replies(host, tokenizer, requests, generator)
-        ]
-        questions = [line[: line.find("?") + 1] or line for line in lines]
-        forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]
-        prompts = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
+        for number, reply in enumerate(write_replies(host, tokenizer, requests, generator)):
+            line = reply.split("\n")[0]
+            question = line[: line.find("?") + 1] or line
+            form = FORMS[number % len(FORMS)]
+            questions.append(question)
+            forms.append(form)
+            prompts.append(encode_question(tokenizer, question, form))
         answers = _answer(host, tokenizer, prompts)
-    return [
-        (question, "", *answer, (form,))
-        for question, form, answer in zip(questions, forms, answers, strict=True)
-    ]
+    lessons = []
+    for question, form, answer in zip(questions, forms, answers, strict=True):
+        lessons.append(Lesson(question, "", *answer, forms=(form,)))
+    return lessons
 
 
 def _answer(
-    host: CausalLM, tokenizer, prompts: list[list[int]]
+    host: CausalLM, tokenizer: Any, prompts: list[list[int]]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return greedy answers, LongTensor [T], their candidates [T, K], and the probabilities of these, [T, K]."""
-    candidates, targets = [], []
+    """Return the greedy answer to each prompt, with its candidates and their probabilities.
+
+    They are LongTensors [T] and [T, K], and float32 [T, K].
+    """
+    candidates = []
+    targets = []
 
     def choose(logits: Tensor) -> Tensor:
         top, likeliest = logits.topk(min(CANDIDATES, logits.shape[1]))
         candidates.append(likeliest.cpu())
         targets.append((top - logits.logsumexp(-1, keepdim=True)).exp().cpu())
-        return likeliest[:, 0]  # not argmax: of equal logits it may take another one
+        # Not argmax: of equal logits it may take another one.
+        return likeliest[:, 0]
 
-    # Without stop tokens, so that all rows have candidates at each place; answers are cut afterwards.
-    options = {
-        "pad": find_pad_token(tokenizer),
-        "choose": choose,
-        "groups": share_prefixes(prompts),
-    }
+    # Without stop tokens, so that all rows have candidates at each place; answers are cut below.
+    pad = find_pad_token(tokenizer)
+    groups = share_prefixes(prompts)
+    replies = continue_rows(host, prompts, ANSWER_TOKENS, pad=pad, groups=groups, choose=choose)
     stops = list_stops(tokenizer)
-    answers = continue_rows(host, prompts, ANSWER_TOKENS, **options)
-    ends = [
-        next((end for end, token in enumerate(ids, 1) if token in stops), len(ids))
-        for ids in answers
-    ]
-    rows = zip(answers, ends, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
-    return [
-        (torch.tensor(ids[:end]), of[:end].clone(), shares[:end].clone())
-        for ids, end, of, shares in rows
-    ]
+    batch_candidates = torch.stack(candidates, 1)
+    batch_targets = torch.stack(targets, 1)
+    answers = []
+    for number, ids in enumerate(replies):
+        end = _find_end(ids, stops)
+        answer = torch.tensor(ids[:end])
+        # Copies: a slice would keep the tensors of the whole batch.
+        answer_candidates = batch_candidates[number, :end].clone()
+        answer_targets = batch_targets[number, :end].clone()
+        answers.append((answer, answer_candidates, answer_targets))
+    return answers
+
+
+def _find_end(ids: Sequence[int], stops: Container[int]) -> int:
+    """Return how many tokens an answer has up to its first stop token."""
+    for end, token in enumerate(ids, 1):
+        if token in stops:
+            return end
+    return len(ids)

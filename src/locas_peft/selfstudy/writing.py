@@ -1,17 +1,19 @@
-"""The model writes questions about passages, and poor ones are dropped; the passage is the answer.
+"""Write questions about passages and drop poor ones; the answer of each is its passage.
 
-The first are asked with the passage's subject above it: then they name it, as a user's questions do. Further questions
-are made from phrases of the passage, without the model, for users who word a question otherwise.
+The model writes the first questions with the passage's subject above the passage, so that they name
+the subject as a user's questions do. Further questions are made from phrases of the passage,
+without the model, for users who word a question otherwise.
 """
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import product
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
 from ..asking.prompts import WRITE_PROMPT, decode_after, list_stops
@@ -21,11 +23,16 @@ from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
-BLOCK = 8  # passages whose exchanges are written together
+BLOCK = 8
+"""How many passages' exchanges are written together."""
 ROUNDS = 4
 _TEMPERATURE = 0.7
-_CANDIDATES = 64  # a question's next token is drawn from so many: from the whole vocabulary takes as long as the model
-_QUESTION_TOKENS, _ROWS = 24, 128
+# A question's next token is drawn from so many: from the whole vocabulary takes as long as the
+# model.
+_CANDIDATES = 64
+_QUESTION_TOKENS = 24
+_QUESTIONS_AT_ONCE = 128
+# Two questions with such a share of common words are near-duplicates.
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
@@ -34,20 +41,23 @@ _ABOUT = (
     "What does the text say about {}?",
     "What do you know about {}?",
 )
-_PHRASE_WORDS = 3
-_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
+_MOST_PHRASE_WORDS = 3
+_PHRASE_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
-KINDS = [
-    (request, begin)
-    for request in ("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT)
-    for begin in _BEGINNINGS
-]
+KINDS = list(product(("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT), _BEGINNINGS))
 """The kinds of exchanges: the request, and the first words of the model's reply."""
 
 
 @dataclass
 class WrittenBlock:
-    """What was written about a block of passages: how many questions were asked, what was kept and what was not."""
+    """What was written about a block of passages.
+
+    Attributes:
+        passages: how many the block has.
+        asked: how many questions were asked.
+        exchanges: those that are learned.
+        dropped: replies that are no question about their passage.
+    """
 
     passages: int
     asked: int = 0
@@ -57,40 +67,46 @@ class WrittenBlock:
 
 def write_exchanges(
     model: nn.Module,
-    tokenizer,
+    tokenizer: Any,
     passages: Sequence[Passage],
     per_passage: int,
     *,
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[WrittenBlock]:
-    """Write exchanges about passages, block by block of `BLOCK` passages; each block depends on itself and the seed.
+    """Write exchanges about passages, and yield them block by block of `BLOCK` passages.
+
+    What is written of a block depends on its passages and the seed alone.
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
-        per_passage: how many questions are wanted about each passage, of the kinds in `KINDS` in turns.
+        per_passage: how many questions are wanted about each passage, of the kinds in `KINDS` in
+            turns.
         seed: of the questions' sampling. Torch's own random state is not used.
         first: the block to begin with.
     """
     host = CausalLM(model)
-    for block in range(first, math.ceil(len(passages) / BLOCK)):
-        generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + block) % 2**63)
-        chosen = passages[block * BLOCK :][:BLOCK]
-        written = WrittenBlock(len(chosen))
+    for number in range(first, math.ceil(len(passages) / BLOCK)):
+        generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + number) % 2**63)
+        block_passages = passages[number * BLOCK :][:BLOCK]
+        block = WrittenBlock(len(block_passages))
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            asked = _ask(host, tokenizer, chosen, per_passage, generator, written)
-        for passage in dict.fromkeys(chosen if asked else ()):
-            by_words = _ask_by_words(passage.text, per_passage // 2, generator)
-            written.asked += len(by_words)
-            asked += [(passage, question) for question in by_words]
-        written.exchanges += [
-            Exchange(question, passage.text, passage.subject) for passage, question in asked
-        ]
-        yield written
+            questions = _ask(host, tokenizer, block_passages, per_passage, generator, block)
+        if questions:
+            for passage in dict.fromkeys(block_passages):
+                for question in _ask_by_words(passage.text, per_passage // 2, generator):
+                    block.asked += 1
+                    questions.append((passage, question))
+        for passage, question in questions:
+            block.exchanges.append(Exchange(question, passage.text, passage.subject))
+        yield block
 
 
 def check_window(host: CausalLM, window: int) -> None:
-    """Raise a `ValueError` where a window, or the model's positions, leave no room for a passage and its prompt."""
+    """Raise a `ValueError` where there is no room for a passage and its prompt.
+
+    The room is that of the window, or of the model's positions.
+    """
     least = LONGEST_PASSAGE + _MARGIN_TOKENS
     if min(window, host.positions or window) < least:
         rule = f"window must be at least {least} tokens to study a text"
@@ -98,103 +114,142 @@ def check_window(host: CausalLM, window: int) -> None:
 
 
 def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:
-    """Return at most so many questions that name phrases of a text, at random: one phrase and two in turns."""
-    phrases, questions = list_phrases(text), {}
-    for number in range(count if phrases else 0):
+    """Return at most `count` questions that name phrases of a text, drawn at random.
+
+    They name one phrase and two in turns.
+    """
+    phrases = list_phrases(text)
+    if not phrases:
+        return []
+    questions = {}
+    for number in range(count):
         order = torch.randperm(len(phrases), generator=generator, device=generator.device)
-        named = dict.fromkeys(phrases[each] for each in sorted(order[: 1 + number % 2].tolist()))
-        questions[_ABOUT[number % len(_ABOUT)].format(" and ".join(named))] = None
+        indices = sorted(order[: 1 + number % 2].tolist())
+        named = dict.fromkeys(phrases[index] for index in indices)
+        form = _ABOUT[number % len(_ABOUT)]
+        questions[form.format(" and ".join(named))] = None
     return list(questions)
 
 
 def list_phrases(text: str) -> list[str]:
-    """Return a text's phrases of up to `_PHRASE_WORDS` words within a clause, whose first and last word are not short.
+    """Return a text's phrases of at most `_MOST_PHRASE_WORDS` words within a clause.
 
-    Of "In 1868, the mason came." they are "1868", "mason", "mason came" and "came".
+    Their first and last word are not short. Of "In 1868, the mason came." they are "1868", "mason",
+    "mason came" and "came".
     """
-    words = list(_WORD.finditer(text))
-    gaps = (text[one.end() : two.start()] for one, two in pairwise(words))
-    clauses = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [
-        len(words) - 1
-    ]
-    bounds = [bool(_list_words(word[0])) and word[0] != REPORTED for word in words]
+    words = list(_PHRASE_WORD.finditer(text))
+    is_bound = [bool(_list_words(word[0])) and word[0] != REPORTED for word in words]
     phrases = []
-    for number, word in enumerate(words):
-        last = min(number + _PHRASE_WORDS - 1, next(end for end in clauses if end >= number))
-        ends = (
-            words[end].end() for end in range(number, last + 1) if bounds[number] and bounds[end]
-        )
-        phrases += [text[word.start() : end] for end in ends]
+    for first, word in enumerate(words):
+        if not is_bound[first]:
+            continue
+        end = word.end()
+        for last in range(first, min(first + _MOST_PHRASE_WORDS, len(words))):
+            if _CLAUSE_END.search(text[end : words[last].start()]):
+                break
+            end = words[last].end()
+            if is_bound[last]:
+                phrases.append(text[word.start() : end])
     return phrases
 
 
 def _ask(
     host: CausalLM,
-    tokenizer,
+    tokenizer: Any,
     passages: Sequence[Passage],
     count: int,
     generator: torch.Generator,
     block: WrittenBlock,
 ) -> list[tuple[Passage, str]]:
-    """Return passages and `count` questions about each, without near-duplicates; note in `block` what is poor.
+    """Return passages and `count` questions about each, without near-duplicates.
 
-    As many questions are wanted about each passage: an answer that is learned more often is also given more often.
-    What a round of asking leaves open is asked in the next one.
+    As many questions are wanted about each passage: an answer that is learned more often is also
+    given more often. What a round of asking leaves open is asked in the next one. The number of
+    questions and poor replies are noted in `block`.
     """
+    # The words of each question by the question, for each passage.
     questions: dict[Passage, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
     kinds = dict.fromkeys(passages, 0)
     for _ in range(ROUNDS):
         asked = []
-        for passage, found in questions.items():
-            for _ in range(count - len(found)):
-                asked.append((passage, KINDS[kinds[passage] % len(KINDS)]))
+        requests = []
+        for passage, passage_questions in questions.items():
+            for _ in range(count - len(passage_questions)):
+                request, begin = KINDS[kinds[passage] % len(KINDS)]
                 kinds[passage] += 1
+                asked.append(passage)
+                requests.append((_fill(request, passage), begin))
         block.asked += len(asked)
-        requests = [
-            (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
-            for of, (request, begin) in asked
-        ]
         replies = write_replies(host, tokenizer, requests, generator)
-        for (passage, _), reply in zip(asked, replies, strict=True):
+        for passage, reply in zip(asked, replies, strict=True):
             line = reply.strip().split("\n")[0]
             question = line[: line.find("?") + 1].strip()
-            words = frozenset(re.findall(r"\w+", question.casefold()))
             if not is_about(question, passage):
                 block.dropped.append(line)
-            elif all(
-                len(words & other) < _DUPLICATE * len(words | other)
-                for other in questions[passage].values()
-            ):
+                continue
+            words = frozenset(re.findall(r"\w+", question.casefold()))
+            if not any(_is_duplicate(words, other) for other in questions[passage].values()):
                 questions[passage][question] = words
-    return [(passage, question) for passage, found in questions.items() for question in found]
+    return [(passage, question) for passage in questions for question in questions[passage]]
+
+
+def _fill(request: str, passage: Passage) -> str:
+    request = request.replace("{subject}", passage.subject)
+    return request.replace("{passage}", passage.text).strip()
+
+
+def _is_duplicate(words: frozenset[str], other: frozenset[str]) -> bool:
+    """Return whether two questions have nearly the same words."""
+    return len(words & other) >= _DUPLICATE * len(words | other)
 
 
 def write_replies(
-    host: CausalLM, tokenizer, requests: Sequence[tuple], generator: torch.Generator
+    host: CausalLM,
+    tokenizer: Any,
+    requests: Sequence[tuple[str, str]],
+    generator: torch.Generator,
 ) -> Iterator[str]:
-    """Yield what the model replies to requests, each with the first words of its reply, which are part of it."""
+    """Yield what the model replies to each request.
 
-    def choose(logits: torch.Tensor) -> torch.Tensor:
+    Args:
+        requests: each with the first words of its reply, which are part of the reply.
+        generator: of the tokens that are drawn.
+    """
+
+    def choose(logits: Tensor) -> Tensor:
         top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
-        return candidates.gather(
-            1, torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator)
-        )[:, 0]
+        probabilities = (top / _TEMPERATURE).softmax(-1)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)
+        return candidates.gather(1, drawn)[:, 0]
 
-    options = {"pad": find_pad_token(tokenizer), "stops": list_stops(tokenizer), "choose": choose}
-    for first in range(0, len(requests), _ROWS):
-        batch = requests[first : first + _ROWS]
+    pad = find_pad_token(tokenizer)
+    stops = list_stops(tokenizer)
+    for first in range(0, len(requests), _QUESTIONS_AT_ONCE):
+        batch = requests[first : first + _QUESTIONS_AT_ONCE]
         prompts = [encode_prompt(tokenizer, request, begin) for request, begin in batch]
         replies = continue_rows(
-            host, prompts, _QUESTION_TOKENS, groups=share_prefixes(prompts), **options
+            host,
+            prompts,
+            _QUESTION_TOKENS,
+            pad=pad,
+            groups=share_prefixes(prompts),
+            stops=stops,
+            choose=choose,
         )
         for (_, begin), ids in zip(batch, replies, strict=True):
             yield decode_after(tokenizer, begin, ids)
 
 
 def is_about(question: str, passage: Passage) -> bool:
-    """Return whether a question has a word of its passage, which is more than a subject that others share."""
-    own = _list_words(question) & _list_words(passage.text)
-    return bool(own if passage.introduces else own - _list_words(passage.subject))
+    """Return whether a question has a word of its passage.
+
+    A word of the subject, which other passages share, counts only for the passage that introduces
+    it.
+    """
+    common = _list_words(question) & _list_words(passage.text)
+    if not passage.introduces:
+        common -= _list_words(passage.subject)
+    return bool(common)
 
 
 def _list_words(text: str) -> frozenset[str]:

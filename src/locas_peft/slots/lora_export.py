@@ -112,7 +112,9 @@ def _factorize(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, 
     factors = {parts.down: (places.T, down), parts.up: (up, places), parts.gate: (gate, places)}
     if parts.gate_up:
         factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(places, places)
-    owner = layer.name.removesuffix(f".{parts.down}") if layer.ffn.is_flat else layer.name
+    owner = layer.name
+    if layer.ffn.is_flat:
+        owner = owner.removesuffix(f".{parts.down}")
     return {f"{owner}.{part}": factors[part] for part in parts.projections}
 
 

@@ -89,7 +89,8 @@ def nl_svd(
     # One product serves both signs: K^T (-p) = -(K^T p).
     products = probe_norm * (key.mT @ probes)  # [..., R, n]
     sign = _choose_signs(products, value, activation)
-    new_value = activation(products * sign).mT @ value / unit * kept.unsqueeze(-1)
+    new_value = activation(products * sign).mT @ value / unit
+    new_value = new_value * kept.unsqueeze(-1)
     free = rank - kept.shape[-1]
     return ReducedMemory(
         key=pad(probes * sign, (0, free)),
@@ -115,8 +116,7 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
     """Return the first left singular vectors of K~ `[..., D, n]`, and which are significant.
 
     A Gram matrix does not resolve singular values below the square root of the dtype's precision,
-    relative to the
-    largest: significant ones are four times as large.
+    relative to the largest: significant ones are four times as large.
     """
     hidden_size, width = weighted.shape[-2:]
     directions = min(rank, hidden_size, width)

@@ -41,8 +41,9 @@ class Writer(Step):
         name, layers = _find_writable(model, adapter_name, self.needs_two_layers)
         self.adapter_name = name
         self._layers = layers
-        self._inputs: list[Tensor | None] = []  # of each layer, A [N, D]
-        self._gradients: list[Tensor | None] = []  # of the loss by each layer's output, [N, D]
+        # Of each layer, A [N, D], and the gradient of the loss by its output, [N, D].
+        self._inputs: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
         self._finite: bool | None = None
 
     @property

@@ -129,16 +129,17 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
         S, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]`.
     """
     full = gram.double()
-    target = full @ value.double()  # M^T M V
+    # M^T M V
+    target = full @ value.double()
     # Keeps the fit finite where slots are (nearly) inactive or equal on this text: above float32's
     # noise in M^T M.
     largest = full.diagonal(dim1=-2, dim2=-1).amax(dim=-1)
     ridge = 1e-6 * largest.clamp(min=torch.finfo(full.dtype).tiny)
     slots = _choose_slots(full, target, ridge, rank)
-    rows = full.gather(-2, slots[..., None].expand(*slots.shape, full.shape[-1]))
-    chosen_gram = rows.gather(-1, slots[..., None, :].expand(*rows.shape[:-1], rank))
+    rows = full.take_along_dim(slots[..., None], -2)
+    chosen_gram = rows.take_along_dim(slots[..., None, :], -1)
     chosen_gram = chosen_gram + torch.diag_embed(ridge[..., None].expand(slots.shape))
-    chosen_target = target.gather(-2, slots[..., None].expand(*slots.shape, target.shape[-1]))
+    chosen_target = target.take_along_dim(slots[..., None], -2)
     return slots, torch.linalg.solve(chosen_gram, chosen_target).to(value.dtype)
 
 
@@ -163,9 +164,9 @@ def _choose_slots(gram: Tensor, target: Tensor, ridge: Tensor, rank: int) -> Ten
         taken.scatter_(-1, slot, True)
         # Subtract from every slot the part that the chosen one explains (a step of Cholesky's
         # elimination).
-        column = rest.gather(-1, slot[..., None, :].expand(*rest.shape[:-1], 1))
+        column = rest.take_along_dim(slot[..., None, :], -1)
         pivot = squares.gather(-1, slot)[..., None] + ridge[..., None, None]
-        explained = residual.gather(-2, slot[..., None].expand(*slot.shape, residual.shape[-1]))
+        explained = residual.take_along_dim(slot[..., None], -2)
         rest = rest - column @ column.mT / pivot
         residual = residual - column @ explained / pivot
     return torch.cat(chosen, dim=-1)

@@ -136,7 +136,8 @@ class Regression(Writer):
         inputs = self._take_inputs(count, chosen)
         gradients = self._take_gradients(count, chosen)
         self._release()
-        gradients = gradients * inputs.shape[1]  # of the sum over the tokens
+        # Of the sum over the tokens.
+        gradients = gradients * inputs.shape[1]
         inputs = self._observe(inputs)
         sums = {name: tensor.to(inputs) for name, tensor in self._sums.items()}
         sums["gram"] = torch.baddbmm(sums["gram"], inputs.mT, inputs)
@@ -154,8 +155,9 @@ class Regression(Writer):
         gram = sums["gram"]
         tokens = sums["tokens"]
         tiny = torch.finfo(gram.dtype).tiny
-        size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)[:, None, None]
-        metric = gram + self.ridge * size * torch.eye(gram.shape[-1], device=gram.device)
+        size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)
+        identity = torch.eye(gram.shape[-1], device=gram.device)
+        metric = gram + self.ridge * size[:, None, None] * identity
         power = (sums["power"] / tokens).clamp(min=tiny)
         length = sums["rate"] * tokens / (tokens + self.prior) / power
         target = sums["cross"] * length[:, None, None]
@@ -228,7 +230,8 @@ class RidgeWriter(Regression):
         """
         act = self._layers[0].ffn.act
         probe = torch.linspace(-4.0, 4.0, 9)
-        if not torch.allclose(act(SHARPNESS * probe) / SHARPNESS, probe.relu(), atol=0.01):
+        sharp = act(SHARPNESS * probe) / SHARPNESS
+        if not torch.allclose(sharp, probe.relu(), atol=0.01):
             rule = "the host's activation must be like ReLU, GELU or SiLU"
             raise ValueError(f"{rule}, got {act}: use SlotWriter")
         maps = []
@@ -257,8 +260,8 @@ class RidgeWriter(Regression):
         # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M, which is
         # target' C^-1 target. Two steps of subspace iteration from the values that are written
         # already: the sums change little from chunk to chunk.
-        columns = [down.float()[:, : self._terms].to(gram) for _, _, down in self._weights()]
-        former = torch.stack(columns)
+        columns = [down[:, : self._terms] for _, _, down in self._weights()]
+        former = torch.stack([values.float().to(gram) for values in columns])
         if not former.any():
             vectors = torch.linalg.eigh(target.mT @ target).eigenvectors
             former = vectors.flip(-1)[..., : self._terms]
@@ -268,9 +271,12 @@ class RidgeWriter(Regression):
             former = target.mT @ keys
         size = ((keys * (gram @ keys)).sum(dim=1, keepdim=True) / tokens).sqrt()
         values = size.mT * directions.mT
-        common = torch.cholesky_solve(sums["total"][..., None], factor)  # m [L, D, 1]
-        common = common * tokens / (sums["total"][:, None] @ common).clamp(min=tiny)
-        keys = torch.cat([keys / size.clamp(min=tiny) + SHIFT * common, common], dim=2)
+        # m [L, D, 1]
+        total = sums["total"]
+        common = torch.cholesky_solve(total[..., None], factor)
+        common = common * tokens / (total[:, None] @ common).clamp(min=tiny)
+        keys = keys / size.clamp(min=tiny) + SHIFT * common
+        keys = torch.cat([keys, common], dim=2)
         last = -SHIFT * values.sum(dim=1, keepdim=True)
         return keys, torch.cat([values, last], dim=1)
 

@@ -93,7 +93,10 @@ class SlotWriter(Writer):
     def taken(self) -> int:
         """The number of slots in use: up to the last one that is not zero in some layer."""
         device = self._weights()[0][1].device
-        used = [(up.any(dim=1) | down.any(dim=0)).to(device) for _, up, down in self._weights()]
+        used = []
+        for _, up, down in self._weights():
+            is_used = up.any(dim=1) | down.any(dim=0)
+            used.append(is_used.to(device))
         indices = torch.stack(used).any(dim=0).nonzero().flatten().tolist()
         return max(indices, default=-1) + 1
 
@@ -148,18 +151,15 @@ class SlotWriter(Writer):
         """
         device = inputs.device
         weights = self._weights()
-        keys = torch.stack(
-            [up.detach().to(device).float().T for _, up, _ in weights]
-        )  # K [L, D, R]
-        values = torch.stack(
-            [down.detach().to(device).float().T for _, _, down in weights]
-        )  # V [L, R, D]
+        # K [L, D, R] and V [L, R, D].
+        keys = torch.stack([up.detach().to(device).float().T for _, up, _ in weights])
+        values = torch.stack([down.detach().to(device).float().T for _, _, down in weights])
         sources = torch.full((len(weights), self.capacity), -1, device=device)
         if self.fold == "nlsvd":
             keys, values = self._reduce(keys, values, inputs)
         else:
             chosen, values = self._refit(values, inputs)
-            keys = keys.gather(2, chosen[:, None].expand(-1, keys.shape[1], -1))
+            keys = keys.take_along_dim(chosen[:, None], 2)
             sources[:, : self._folded] = chosen
         moved: Moves = {}
         for index, (layer, up, down) in enumerate(weights):

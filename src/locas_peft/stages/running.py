@@ -308,7 +308,7 @@ def open_reading(
     if settings.method == "none":
         place = Place(title=place.title)
     input_ids = _check_text(input_ids, settings)
-    expected = {**_list_shared(settings), "text_sha256": digest_ids(input_ids)}
+    expected = _describe_expected("read", settings, input_ids)
 
     def make_stage(model: nn.Module) -> Reading:
         return Reading(model, input_ids, settings)
@@ -334,7 +334,7 @@ def open_study(
     settings = complete(settings, base)
     input_ids = _check_text(input_ids, settings)
     earlier = _load_earlier(start)
-    expected = {**_list_shared(settings), "text_sha256": digest_ids(input_ids)}
+    expected = _describe_expected("study", settings, input_ids)
     expected["given"] = exchanges is not None
     if exchanges is not None:
         expected["exchanges_sha256"] = digest_exchanges(exchanges)
@@ -411,7 +411,8 @@ def _open(
         try:
             yield run
         except BaseException:
-            if run.is_between_steps and run.record is None:
+            # After the last step it is the memory that could not be saved.
+            if run.is_between_steps and not run.is_complete:
                 run.save_checkpoint()
             raise
 
@@ -545,6 +546,12 @@ def _check_text(input_ids: Tensor, settings: AdapterSettings) -> Tensor:
 def _list_shared(settings: AdapterSettings) -> dict[str, Any]:
     """Return the settings as JSON values."""
     return json.loads(json.dumps(vars(settings)))
+
+
+def _describe_expected(kind: str, settings: AdapterSettings, input_ids: Tensor) -> dict[str, Any]:
+    """Return the fields that the record of a stage would have, as JSON values."""
+    text = {"stage": kind, "text_sha256": digest_ids(input_ids)}
+    return {**_list_shared(settings), **text}
 
 
 def _load_former(setup: _Setup) -> list[Record]:

@@ -20,7 +20,7 @@ from ..memories.folder import (
     save_memory,
 )
 from ..selfstudy import Exchange, save_exchanges
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
 
 __all__ = ["find_finished", "save_stages"]
@@ -39,6 +39,8 @@ _CARD_SETTINGS = (
     "seed",
     "dtype",
 )
+# What the stage learns, beside its settings.
+_OF_THE_TEXT = ("stage", "text_sha256", "given", "exchanges_sha256")
 
 
 def save_stages(
@@ -68,7 +70,7 @@ def save_stages(
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
     # Files of the memory that this one replaces.
-    stale = [READING]
+    stale = [READING, PASSAGES]
     if not exchanges:
         stale.append(EXCHANGES)
     if sample is None:
@@ -100,20 +102,25 @@ def find_finished(directory: str | Path, expected: dict[str, Any]) -> Record | N
     if not (folder / RECORD).exists() and not (folder / READING).exists():
         raise ValueError(f"{held} a memory that no reading here made: {remedy}")
     record = load_records(folder)[-1]
-    if record.stopped:
-        raise ValueError(f"{held} the memory of a stage that was stopped early: {remedy}")
+    if expected.get("stage", record.kind) != record.kind:
+        made = "reading" if record.kind == "read" else "study"
+        raise ValueError(f"{held} the memory of a {made}: {remedy}")
     recorded = record.to_json()
-    if expected.get("given") is False and recorded.get("given"):
-        raise ValueError(f"{held} the memory of exchanges that were given: {remedy}")
-    digests = {"text_sha256": "text", "exchanges_sha256": "exchanges"}
-    for field, name in digests.items():
-        if field in expected and field in recorded and expected[field] != recorded[field]:
-            raise ValueError(f"{held} the memory of another {name}: {remedy}")
-    shared = {name: recorded.get(name) for name in expected}
+    settings = {name: value for name, value in expected.items() if name not in _OF_THE_TEXT}
+    shared = {name: recorded.get(name) for name in settings}
     where = f"the memory in {str(folder)!r}"
-    difference = describe_difference(expected, shared, where, remedy)
+    difference = describe_difference(settings, shared, where, remedy)
     if difference is not None:
         raise ValueError(difference)
+    if expected["text_sha256"] != recorded["text_sha256"]:
+        raise ValueError(f"{held} the memory of another text: {remedy}")
+    if record.stopped:
+        raise ValueError(f"{held} the memory of a stage that was stopped early: {remedy}")
+    if expected.get("given") is False and recorded["given"]:
+        raise ValueError(f"{held} the memory of exchanges that were given: {remedy}")
+    exchanges = "exchanges_sha256"
+    if exchanges in expected and expected[exchanges] != recorded[exchanges]:
+        raise ValueError(f"{held} the memory of other exchanges: {remedy}")
     return record
 
 

@@ -17,13 +17,6 @@ def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[Locas
     return [layer for layer in layers if adapter_name in layer.locas_up]
 
 
-def names_or_active(model: nn.Module, adapter_name: str | None) -> list[str]:
-    """Return the name in a list; for `None` the names of the active memories, in layers' order."""
-    if adapter_name is not None:
-        return [adapter_name]
-    return list(_find_active(model))
-
-
 def _find_active(model: nn.Module) -> dict[str, list[LocasLayer]]:
     """Return the layers of each active memory."""
     active: dict[str, list[LocasLayer]] = {}
