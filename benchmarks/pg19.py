@@ -31,11 +31,10 @@ import pg19_report
 import pg19_timing
 import torch
 import transformers
-from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from measuring import SHAPES, describe_machine, draw_tokens, load_shape
 from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, TUNING, Row, Table
 
-from locas_peft import backbone
+from locas_peft import backbone, stages
 from locas_peft.bases import choose_device, load_base
 from locas_peft.evaluation import Unit, run_units
 from locas_peft.evaluation.documents import load_column, load_documents
@@ -43,6 +42,7 @@ from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
+from locas_peft.stages import Place, ReadSettings, score
 from locas_peft.text import digest_ids, tokenize, unwrap
 
 QUICK_TOKENS = 1_000
@@ -57,7 +57,7 @@ class Texts:
         texts = load_texts(arguments)
         self.names = list(texts)
         self.base, tokenizer = load_base(arguments.model, arguments.dtype, arguments.device)
-        self.common = ReadingSettings(
+        self.common = ReadSettings(
             method="none",
             model=backbone.name_of(arguments.model),
             window=arguments.window or 512,
@@ -120,7 +120,7 @@ def choose_rows(
 
 
 def keep_what_fits(
-    base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadingSettings
+    base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadSettings
 ) -> list[Row]:
     """Leave out rows whose window is larger than the model's positions; name them on stderr."""
     kept, limit = [], count_positions(base)
@@ -201,7 +201,7 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
 def read(
     base: transformers.PreTrainedModel,
     ids: torch.Tensor,
-    settings: CompleteSettings,
+    settings: ReadSettings,
     unread: dict[str, torch.Tensor],
     checkpoint_dir: Path,
 ) -> dict[str, Any]:
@@ -210,19 +210,12 @@ def read(
     began, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = memorize(
-            base,
-            ids,
-            settings,
-            out=memory,
-            checkpoint_dir=checkpoint_dir,
-            resume=True,
-            on_chunk=chunks.append,
-        )
+        place = Place(out=memory, checkpoint_dir=checkpoint_dir, resume=True)
+        reading = stages.read(base, ids, settings, place, on_step=chunks.append)
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
         with (
             nullcontext(base)
-            if settings.method.name == "none"
+            if settings.method == "none"
             else memory_attached(base, memory) as model
         ):
             unread_perplexities = {
@@ -245,10 +238,10 @@ def read(
     }
 
 
-def check_same(path: Path, settings: CompleteSettings, ids: torch.Tensor, document: str) -> None:
+def check_same(path: Path, settings: ReadSettings, ids: torch.Tensor, document: str) -> None:
     recorded = load_json(path)
     # Older versions did not record all settings.
-    known = {key: item for key, item in settings.to_json().items() if recorded.get(key) is not None}
+    known = {key: item for key, item in vars(settings).items() if recorded.get(key) is not None}
     check_fields(known, recorded, path)
     if recorded["text_sha256"] != digest_ids(ids):
         raise ValueError(
@@ -303,7 +296,7 @@ def load_model(model: str, dtype: str, device: str) -> transformers.PreTrainedMo
 def measure(
     base: transformers.PreTrainedModel,
     load: Callable[[], transformers.PreTrainedModel],
-    common: ReadingSettings,
+    common: ReadSettings,
     ids: torch.Tensor,
     arguments: argparse.Namespace,
     path: Path,
@@ -320,13 +313,13 @@ def measure(
     )
     value = {
         **about,
-
-            "model": common.model,
-            "dtype": common.dtype,
-            "tokens": tokens,
-            "memory_tokens": memory_tokens
-        ,
-        "window": common.window, "stride": common.stride, **describe_machine(base.device),
+        "model": common.model,
+        "dtype": common.dtype,
+        "tokens": tokens,
+        "memory_tokens": memory_tokens,
+        "window": common.window,
+        "stride": common.stride,
+        **describe_machine(base.device),
         "rows": pg19_timing.time_rows(base, rows, common, ids[:tokens]),
     }
     write_json(path, value)
@@ -346,7 +339,7 @@ def fill_shape(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     base = load()
     window = arguments.window or (64 if shape == "tiny" else 2048)
     dtype, stride = str(base.dtype).removeprefix("torch."), arguments.stride or window // 2
-    common = ReadingSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
+    common = ReadSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
     ids = draw_tokens(base, max(measured_lengths(arguments, window)))
     path = arguments.out / f"shapes-{shape}.json"
     measure(base, load, common, ids, arguments, path, {})
@@ -360,8 +353,11 @@ def fill_block(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[s
     rows = choose_rows(block.rows, arguments.rows)
     ids = texts.ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
     settings = {
-        "document": document, "tokens": len(ids), "context": block.context,
-        "window": common.window, "stride": common.stride,
+        "document": document,
+        "tokens": len(ids),
+        "context": block.context,
+        "window": common.window,
+        "stride": common.stride,
         "rows": [f"{row.name}, {row.describe()}" for row in rows],
     }
 

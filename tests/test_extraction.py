@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from locas_peft.reading import ReadingSettings, memorize
 
 from locas_peft import backbone
+from locas_peft.stages import Place, ReadSettings, read
 from locas_peft.text import tokenize
 
 TEXT = " ".join(
@@ -52,8 +52,8 @@ def made(tmp_path_factory):
         (path / f"{name}.txt").write_text(text, encoding="utf-8")
     base, tokenizer = backbone.load()
     for name, readings in (("once", 1), ("often", 12)):
-        settings = ReadingSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
-        memorize(base, tokenize(tokenizer, TEXT * 3), settings, out=path / name)
+        settings = ReadSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
+        read(base, tokenize(tokenizer, TEXT * 3), settings, Place(out=path / name))
     return path
 
 
