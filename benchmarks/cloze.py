@@ -5,7 +5,8 @@
 
 Two measures, also for models too small to answer questions: the nats a token that a memory saves on these spans, with
 the right memory and with the one of another conversation; and the share of spans with a lower nll a token than three
-other spans of the same conversation. Any number of processes share a run; the same command goes on with it.
+other spans of the same conversation. The processes of `accelerate launch` share a run; the same command goes on with
+it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     python benchmarks/pg19.py --shapes qwen3-0.6b,qwen3-1.7b --device cuda --dtype bfloat16
 
 Each chunk is scored before it is learned. Each reading has a result, OUT/readings/DOCUMENT/ROW-seedN-TOKENS.json. A
-second call continues where the first one was stopped, also inside a book, and several calls on one folder share the
-work. The tables are made of all results in the folder, printed, and written to OUT/pg19.md; OUT/pg19.json has all
+second call continues where the first one was stopped, also inside a book, and the processes of `accelerate launch` share
+the work. The tables are made of all results in the folder, printed, and written to OUT/pg19.md; OUT/pg19.json has all
 figures but those of single chunks. The last line printed is JSON.
 """
 

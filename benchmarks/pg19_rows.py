@@ -329,7 +329,6 @@ _BLOCK_SWEEP = (
     *_vary(_TOPK, 2e-3, 4e-3, 8e-3, 1.6e-2),
     *_vary(_BP, 2.5e-4, 5e-4, 1e-3, 2e-3),
     *(*_vary(_BP, 1e-3, epsilon=0.001), *_vary(_BP, 1e-3, epsilon=0.1)),
-    *(),
     *(row for epsilon in (0.0003, 0.001, 0.003) for row in _vary(_NLSVD, epsilon=epsilon)),
     *(row for epsilon in (0.003, 0.01, 0.03) for row in _vary(_REFIT, epsilon=epsilon)),
 )

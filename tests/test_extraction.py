@@ -110,17 +110,17 @@ def test_memories_are_measured_beside_the_base(extraction, folder, capsys):
 
 def test_an_embedded_base_gets_the_text_as_it_was_read(extraction, folder, monkeypatch):
     (folder / "wrapped.txt").write_text((TEXT * 3).replace(" of ", "\nof "), encoding="utf-8")
-    read = []
+    texts = []
     monkeypatch.setattr(
         extraction,
         "measure_extraction",
-        lambda base, tokenizer, ids, *_: read.append(ids) or {"no memory": {}},
+        lambda base, tokenizer, ids, *_: texts.append(ids) or {"no memory": {}},
     )
     for name in ("wrapped", "text"):
         extraction.main(
             [f"{name}.txt", "--memory", "once", "--unread", "other.txt", "--device", "cpu"]
         )
-    assert torch.equal(*read)
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Serve a merged memory with llama.cpp's OpenAI server, of the package xllamacpp (pip install xllamacpp).
 
-    locas memorize one.txt --model smollm2 --out one
+    locas study one.txt --model smollm2 --out one
     python examples/serving/llama_cpp.py one
 
 The memory is merged, and llama.cpp's own converter, which must be on the PATH, makes a GGUF file of it. 20 questions
