@@ -645,9 +645,9 @@ def check_command(words: list[str]) -> None:
 
 
 def check_options(words: list[str]) -> None:
-    assert words[0] == "study"
-    _, bound, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
-    assert bound.arguments["table"].manifest and bound.arguments["place"].library
+    assert words[0] == "memorize"
+    _, arguments, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    assert arguments.arguments["manifest"] and arguments.arguments["library"]
 
 
 def test_the_recipes_for_clusters_call_the_command():
@@ -655,7 +655,7 @@ def test_the_recipes_for_clusters_call_the_command():
     yaml = pytest.importorskip("yaml")
     script = CLUSTER / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
-    assert '-m locas_peft study --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
+    assert '-m locas_peft memorize --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
     service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == (
         "batch/v1",

@@ -18,17 +18,19 @@ import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
-import xllamacpp
 from transformers_answers import answer
 
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 """The names under which llama.cpp's converter is installed."""
 
 
-def serve(file: Path) -> xllamacpp.Server:
+def serve(file: Path) -> Any:
     """Start a server in this process, on a port of its own; it ends with the process."""
+    import xllamacpp
+
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(file)
     parameters.n_ctx, parameters.n_parallel, parameters.verbosity = 4096, 4, -1
