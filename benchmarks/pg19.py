@@ -42,6 +42,7 @@ from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
+from locas_peft.processes import in_first_process, join_processes
 from locas_peft.stages import Place, ReadSettings, score
 from locas_peft.text import digest_ids, tokenize, unwrap
 
@@ -277,14 +278,10 @@ def fill_timing(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[
     if not arguments.collect:
         document = texts.choose((TUNING, *HEADLINE), arguments.documents)[0]
         load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
-        measure(
-            texts.base,
-            load,
-            texts.common,
-            texts.ids(document),
-            arguments,
-            path,
-            {"document": document},
+        ids = texts.ids(document)
+        about = {"document": document}
+        in_first_process(
+            lambda: measure(texts.base, load, texts.common, ids, arguments, path, about)
         )
     return with_markdown(path, pg19_report.timing_to_markdown)
 
@@ -342,7 +339,7 @@ def fill_shape(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     common = ReadSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
     ids = draw_tokens(base, max(measured_lengths(arguments, window)))
     path = arguments.out / f"shapes-{shape}.json"
-    measure(base, load, common, ids, arguments, path, {})
+    in_first_process(lambda: measure(base, load, common, ids, arguments, path, {}))
     return with_markdown(path, pg19_report.timing_to_markdown)
 
 
@@ -391,13 +388,15 @@ FILL: dict[str, Callable[[str, Texts, argparse.Namespace], dict[str, Any]]] = {
 def fill_tables(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Fill the tables and print them; return all figures but those of single chunks."""
     tables = {}
+    is_first = join_processes().is_main_process
     texts = None if arguments.shapes else Texts(arguments)
     for name in arguments.shapes or arguments.table:
         tables[name] = (
             fill_shape(name, arguments) if texts is None else FILL[name](name, texts, arguments)
         )
-        print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
-    if arguments.plot and texts is not None:
+        if is_first:
+            print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
+    if arguments.plot and texts is not None and is_first:
         for path in pg19_report.draw(tables, arguments.out):
             print(path, file=sys.stderr)
     return {
@@ -505,15 +504,16 @@ def main(argv: list[str] | None = None) -> None:
         markdown = "\n\n".join(
             f"## {title}\n\n{table['markdown']}" for title, table in tables.items()
         )
-        write_json(
-            arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began}
-        )
-        (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
+        summary_file = arguments.out / f"{name}.json"
+        if join_processes().is_main_process:
+            write_json(summary_file, {**summary, "seconds": time.perf_counter() - began})
+            summary_file.with_suffix(".md").write_text(markdown + "\n", encoding="utf-8")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"pg19: {error}")
     except KeyboardInterrupt:
         sys.exit("pg19: stopped; all results are kept, and the same command continues")
-    print(json.dumps(summary))
+    if join_processes().is_main_process:
+        print(json.dumps(summary))
 
 
 if __name__ == "__main__":
