@@ -118,12 +118,13 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
             changes = arguments[2] & WRITES
         else:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "fsync")
+        if not changes:
+            return
         # `shutil.rmtree` names files relative to an open folder.
-        if changes and (
-            str(arguments[0]).startswith(str(root)) or arguments[-1] not in (-1, arguments[0])
-        ):
-            if next(operations) == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+        is_relative = arguments[-1] not in (-1, arguments[0])
+        is_ours = str(arguments[0]).startswith(str(root)) or is_relative
+        if is_ours and next(operations) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def flush(file: int) -> None:
         count("fsync", (root, file))  # no audit event tells of it

@@ -67,6 +67,7 @@ SAMPLES = 3
 """How many dropped replies are shown."""
 _PLAIN_STATE = (
     "asked",
+    "kept",
     "samples",
     "skipped_steps",
     "_blocks",
@@ -163,6 +164,8 @@ class SelfStudy:
     Attributes:
         exchanges: those so far.
         asked: how many questions were asked.
+        kept: how many exchanges are of this text; `exchanges` has the earlier ones too at the end.
+        given_sha256: the SHA-256 of the given exchanges; None where there are none.
         samples: replies that were dropped, at most `SAMPLES`.
         skipped_steps: steps that were not taken, for a loss or gradient that is not finite.
 
@@ -212,16 +215,17 @@ class SelfStudy:
         self._progress: list[_Progress] = []
         # How many tokens of each answer are learned next.
         self._reaches: dict[str, int] = {}
-        self._given: str | None = None
+        self.given_sha256: str | None = None
         self._passages: list[Passage] = []
         if given is None:
             check_window(self._host, window)
             text = tokenizer.decode(input_ids, skip_special_tokens=True)
             self._passages = split_passages(tokenizer, text)
         else:
-            self._given = digest_exchanges(self.exchanges)
+            self.given_sha256 = digest_exchanges(self.exchanges)
             self._check_lengths()
         self.asked = len(self.exchanges)
+        self.kept = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
         self._blocks = 0
@@ -249,15 +253,15 @@ class SelfStudy:
         return {
             "passages": len(self._passages),
             "asked": self.asked,
-            "kept": len(self.exchanges),
-            "given": self._given is not None,
+            "kept": self.kept,
+            "given": self.given_sha256 is not None,
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
             "kl_nats": means,
             "samples": self.samples,
             "writing_seconds": self._seconds["write"],
             "learning_seconds": self._seconds["learn"],
-            "exchanges_sha256": self._given or digest_exchanges(self.exchanges),
+            "exchanges_sha256": self.given_sha256 or digest_exchanges(self.exchanges),
         }
 
     def run(self) -> Iterator[StudyStep]:
@@ -269,6 +273,8 @@ class SelfStudy:
         """
         calibrate_empty(self._model, self._text[None])
         yield from self._write()
+        if not self.kept:
+            return
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         if not self._progress:
@@ -294,6 +300,7 @@ class SelfStudy:
             self._blocks += 1
             self.asked += block.asked
             self.exchanges += block.exchanges
+            self.kept += len(block.exchanges)
             self.samples = [*self.samples, *block.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, total)
@@ -508,7 +515,6 @@ class SelfStudy:
         plain = {name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE}
         return {
             **plain,
-            "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(astuple(progress)) for progress in self._progress],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
@@ -518,12 +524,8 @@ class SelfStudy:
         """Load what `state_dict` returned, after the adapter's weights were restored.
 
         Raises:
-            ValueError: for a study that was begun with other given exchanges.
             ValueError, KeyError, TypeError, AttributeError: for a state that does not fit.
         """
-        if state["given"] != self._given:
-            rule = "exchanges must be those that the checkpoint was begun with, got others"
-            raise ValueError(f"{rule}: give the former file, or start afresh with --overwrite")
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
         self._progress = [_Progress(*values) for values in state["progress"]]
         for name in _PLAIN_STATE:

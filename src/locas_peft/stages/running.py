@@ -310,12 +310,11 @@ def open_reading(
     input_ids = _check_text(input_ids, settings)
     expected = _describe_expected("read", settings, input_ids)
 
-    def make_stage(model: nn.Module) -> Reading:
+    def make_stage(model: nn.Module, earlier: list[Exchange]) -> Reading:
         return Reading(model, input_ids, settings)
 
     setup = _Setup(base, settings, place, start, tokenizer)
-    # A memory that has studied still has what it learned, and a later study learns it again.
-    with _open(setup, expected, make_stage, _load_earlier(start)) as run:
+    with _open(setup, expected, make_stage) as run:
         yield run
 
 
@@ -333,13 +332,12 @@ def open_study(
     """Open a study for the duration of the context; arguments and errors are those of `study`."""
     settings = complete(settings, base)
     input_ids = _check_text(input_ids, settings)
-    earlier = _load_earlier(start)
     expected = _describe_expected("study", settings, input_ids)
     expected["given"] = exchanges is not None
     if exchanges is not None:
         expected["exchanges_sha256"] = digest_exchanges(exchanges)
 
-    def make_stage(model: nn.Module) -> Study:
+    def make_stage(model: nn.Module, earlier: list[Exchange]) -> Study:
         return Study(
             model,
             tokenizer,
@@ -351,7 +349,7 @@ def open_study(
         )
 
     setup = _Setup(base, settings, place or Place(), start, tokenizer)
-    with _open(setup, expected, make_stage, earlier) as run:
+    with _open(setup, expected, make_stage) as run:
         yield run
 
 
@@ -376,8 +374,7 @@ class _Setup:
 def _open(
     setup: _Setup,
     expected: dict[str, Any],
-    make_stage: Callable[[nn.Module], Stage],
-    earlier: Sequence[Exchange],
+    make_stage: Callable[[nn.Module, list[Exchange]], Stage],
 ) -> Iterator[StageRun]:
     place = setup.place
     with ExitStack() as stack:
@@ -391,14 +388,16 @@ def _open(
             run.record = finished
             yield run
             return
+        # What the memory has learned before stays with it, whatever stage goes on.
         former = _load_former(setup)
+        earlier = _load_earlier(setup.start)
         digests = {
             "base_sha256": fingerprint(setup.base),
             "tokenizer_sha256": digest_tokenizer(setup.tokenizer),
         }
         model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
         peak = PeakMemory(setup.base.device)
-        stage = make_stage(model)
+        stage = make_stage(model, earlier)
         shared = _describe_run(model, stage, setup.settings, origin)
         run = StageRun(stage, place, folder, shared, former)
 
@@ -562,14 +561,24 @@ def _load_former(setup: _Setup) -> list[Record]:
     if setup.start is None:
         return []
     records = load_records(setup.start)
-    former = records[-1].settings
-    wanted = {name: getattr(setup.settings, name) for name in SHAPE}
+    check_shape(setup.settings, records[-1].settings, setup.start)
+    return records
+
+
+def check_shape(settings: AdapterSettings, former: AdapterSettings, start: str | Path) -> None:
+    """Raise a `ValueError` unless settings have the shape of a memory to go on with.
+
+    Args:
+        settings: of the stage.
+        former: of the last stage that made the memory.
+        start: the memory's folder.
+    """
+    wanted = {name: getattr(settings, name) for name in SHAPE}
     had = {name: getattr(former, name) for name in SHAPE}
-    where = f"the memory {str(setup.start)!r} to go on with"
+    where = f"the memory {str(start)!r} to go on with"
     difference = describe_difference(wanted, had, where, "leave it out")
     if difference is not None:
         raise ValueError(difference)
-    return records
 
 
 def _load_earlier(start: str | Path | None) -> list[Exchange]:

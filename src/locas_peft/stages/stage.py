@@ -163,6 +163,9 @@ class Study(Stage):
     def steps(self) -> Iterator[StudyStep]:
         yield from self.study.run()
 
+    def describe(self) -> dict[str, Any]:
+        return {"exchanges": self.study.given_sha256}
+
     def state_dict(self) -> dict[str, Any]:
         state = {
             "text": self.text_sha256,
@@ -172,6 +175,14 @@ class Study(Stage):
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except BaseException:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         restore_model_state(self._model, trained_parameters(self._model), state["model"])
         self.study.load_state_dict(state["study"])
 
