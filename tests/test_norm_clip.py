@@ -415,7 +415,7 @@ def test_a_writer_s_values_are_clipped():
     config = LocasConfig(r=8, init_weights="write", output_scale="paper", scaling=1e-3)
     model = get_peft_model(host, config)
     writer = SlotWriter(model, epsilon=50.0, slots_per_chunk=4)
-    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=writer)
+    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, steps=[writer])
     list(trainer.read(make_tokens(1, 40)))
     use(model)
     norms = slot_norms(model)

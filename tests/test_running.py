@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from locas_command.running import tabulate_readings
-from locas_peft.reading.record import Reading
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.stages import ReadRecord, ReadSettings, complete
 
 
-def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> Reading:
-    return Reading(
-        settings=ReadingSettings(method=method).complete(),
+def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> ReadRecord:
+    return ReadRecord(
+        settings=complete(ReadSettings(method=method)),
         text_sha256="0",
         scored_tokens=tokens - 1,
         nll_nats=1.0,
