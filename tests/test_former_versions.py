@@ -83,7 +83,13 @@ def test_a_memory_of_0_2_0_says_what_its_tensors_say(folder, load, bases):
     with added(base, folder):
         expected = logits(base)
     assert not torch.allclose(expected, plain, atol=1e-3)
-    model = load(base, folder).eval()
+    with ExitStack() as stack:
+        if folder.name == "locas-mlp-ridge":
+            # Maps that 0.2.0 wrote have rows beyond the clip. A memory that loads with a warning
+            # must not change its function.
+            remark = "the memory has rows that are longer than its max_slot_norm of 1: it is loaded"
+            stack.enter_context(pytest.warns(UserWarning, match=f"^{remark}"))
+        model = load(base, folder).eval()
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
