@@ -128,7 +128,7 @@ class ReadRecord(Record):
     def tokens_per_second(self) -> float:
         if self.seconds <= 0:
             return float("nan")
-        return self.scored_tokens * len(self.perplexities) / self.seconds
+        return self.scored_tokens * max(len(self.perplexities), 1) / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "tokens_per_second": self.tokens_per_second}
