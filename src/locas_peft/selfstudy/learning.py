@@ -514,6 +514,13 @@ class SelfStudy:
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
+    def find_difference(self, state: dict[str, Any]) -> str | None:
+        """Return the message for a state that was begun with other given exchanges, or None."""
+        if state["given"] == self._given:
+            return None
+        rule = "exchanges must be those that the checkpoint was begun with, got others"
+        return f"{rule}: give the former file, or start afresh with --overwrite"
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the adapter's weights were restored.
 
@@ -521,9 +528,9 @@ class SelfStudy:
             ValueError: for a study that was begun with other given exchanges.
             ValueError, KeyError, TypeError, AttributeError: for a state that does not fit.
         """
-        if state["given"] != self._given:
-            rule = "exchanges must be those that the checkpoint was begun with, got others"
-            raise ValueError(f"{rule}: give the former file, or start afresh with --overwrite")
+        difference = self.find_difference(state)
+        if difference is not None:
+            raise ValueError(difference)
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
         self._progress = [_Progress(*values) for values in state["progress"]]
         for name in _PLAIN_STATE:

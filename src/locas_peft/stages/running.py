@@ -160,6 +160,10 @@ class StageRun:
     def _find_difference(self, state: dict[str, Any]) -> str | None:
         """Return the message for the first difference between this run and a checkpoint's."""
         where = f"the checkpoint in {str(self._folder)!r}"
+        kind = self.stage.kind
+        if state["stage"] != kind:
+            got = f"got one of the stage {state['stage']!r}"
+            return f"{where} must be of the stage {kind!r}, {got}: finish that one first"
         remedy = "give the former value, or choose another folder"
         ours = self._shared
         theirs = state["run"]
@@ -185,7 +189,7 @@ class StageRun:
             rule = f"the text must be the one begun in {where} (sha256 {begun[:12]})"
             got = f"got another one ({self.stage.text_sha256[:12]})"
             return f"{rule}, {got}: give that text, or choose another folder"
-        return None
+        return self.stage.find_difference(state)
 
 
 def read(
