@@ -41,7 +41,7 @@ def loaded():
 @pytest.fixture
 def model(loaded):
     base, tokenizer = loaded
-    settings = complete(ReadSettings(r=8), base)
+    settings = complete(StudySettings(r=8), base)
     with attached(base, settings) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         yield model

@@ -1081,9 +1081,7 @@ def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path)
     interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
     before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
     place = Place(checkpoint_dir=tmp_path, resume=True)
-    message = (
-        "^stage must be 'read' as in the checkpoint in '.*', got 'study': finish that one, or "
-    )
+    message = "^the checkpoint in .* must be of the stage 'study', got one of the stage 'read': "
     with pytest.raises(ValueError, match=message):
         stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
     assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before

@@ -322,8 +322,9 @@ class SharedModel:
             job.memory = folder.name
             if record.stopped or not job.questions:
                 return record.stopped
-            # The first exchanges take long.
+            # The first exchanges take long: what was asked meanwhile is answered before.
             job.advance("write", 0, 1)
+            self._answer_waiting()
             opened = open_study(
                 base,
                 self._tokenizer,

@@ -165,7 +165,6 @@ class SelfStudy:
         exchanges: those so far.
         asked: how many questions were asked.
         kept: how many exchanges are of this text; `exchanges` has the earlier ones too at the end.
-        given_sha256: the SHA-256 of the given exchanges; None where there are none.
         samples: replies that were dropped, at most `SAMPLES`.
         skipped_steps: steps that were not taken, for a loss or gradient that is not finite.
 
@@ -215,14 +214,14 @@ class SelfStudy:
         self._progress: list[_Progress] = []
         # How many tokens of each answer are learned next.
         self._reaches: dict[str, int] = {}
-        self.given_sha256: str | None = None
+        self._given: str | None = None
         self._passages: list[Passage] = []
         if given is None:
             check_window(self._host, window)
             text = tokenizer.decode(input_ids, skip_special_tokens=True)
             self._passages = split_passages(tokenizer, text)
         else:
-            self.given_sha256 = digest_exchanges(self.exchanges)
+            self._given = digest_exchanges(self.exchanges)
             self._check_lengths()
         self.asked = len(self.exchanges)
         self.kept = len(self.exchanges)
@@ -254,14 +253,14 @@ class SelfStudy:
             "passages": len(self._passages),
             "asked": self.asked,
             "kept": self.kept,
-            "given": self.given_sha256 is not None,
+            "given": self._given is not None,
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
             "kl_nats": means,
             "samples": self.samples,
             "writing_seconds": self._seconds["write"],
             "learning_seconds": self._seconds["learn"],
-            "exchanges_sha256": self.given_sha256 or digest_exchanges(self.exchanges),
+            "exchanges_sha256": self._given or digest_exchanges(self.exchanges),
         }
 
     def run(self) -> Iterator[StudyStep]:
@@ -515,10 +514,18 @@ class SelfStudy:
         plain = {name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE}
         return {
             **plain,
+            "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(astuple(progress)) for progress in self._progress],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
+
+    def find_difference(self, state: dict[str, Any]) -> str | None:
+        """Return the message for a state that was begun with other given exchanges, or None."""
+        if state["given"] == self._given:
+            return None
+        rule = "exchanges must be those that the checkpoint was begun with, got others"
+        return f"{rule}: give the former file, or start afresh with --overwrite"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the adapter's weights were restored.

@@ -191,10 +191,11 @@ class StageRun:
     def _find_difference(self, state: dict[str, Any]) -> str | None:
         """Return the message for the first difference between this run and a checkpoint's."""
         where = f"the checkpoint in {str(self._folder)!r}"
+        kind = self.stage.kind
+        if state["stage"] != kind:
+            got = f"got one of the stage {state['stage']!r}"
+            return f"{where} must be of the stage {kind!r}, {got}: finish that one, or choose another folder"
         remedy = "give the former value, or choose another folder"
-        if state["stage"] != self.stage.kind:
-            rule = f"stage must be {state['stage']!r} as in {where}, got {self.stage.kind!r}"
-            return f"{rule}: finish that one, or choose another folder"
         ours = self._shared
         theirs = state["run"]
         for part in ("settings", "trainer"):
@@ -219,7 +220,7 @@ class StageRun:
             rule = f"the text must be the one begun in {where} (sha256 {begun[:12]})"
             got = f"got another one ({self.stage.text_sha256[:12]})"
             return f"{rule}, {got}: give that text, or choose another folder"
-        return None
+        return self.stage.find_difference(state)
 
 
 def read(

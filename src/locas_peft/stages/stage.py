@@ -60,6 +60,10 @@ class Stage:
         """Return what a stage must share with this one to go on with its state: plain values."""
         return {}
 
+    def find_difference(self, state: dict[str, Any]) -> str | None:
+        """Return the message for a state of the same text that was begun otherwise, or None."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that a bit-identical continuation needs: tensors on the CPU, plain values."""
         raise NotImplementedError
@@ -163,8 +167,8 @@ class Study(Stage):
     def steps(self) -> Iterator[StudyStep]:
         yield from self.study.run()
 
-    def describe(self) -> dict[str, Any]:
-        return {"exchanges": self.study.given_sha256}
+    def find_difference(self, state: dict[str, Any]) -> str | None:
+        return self.study.find_difference(state["study"])
 
     def state_dict(self) -> dict[str, Any]:
         state = {
