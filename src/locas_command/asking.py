@@ -70,10 +70,7 @@ def generate(
     (with_memory,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
-        if is_chat:
-            written = continuation.strip("\n")
-        else:
-            written = prompt + continuation
+        written = continuation.strip("\n") if is_chat else prompt + continuation
         stdout.print(written + "\n")
     write_result(
         json_file,
