@@ -1,6 +1,6 @@
 """Self-study: the model writes questions about the passages of a text, and learns to answer with the passage.
 
-`write_exchanges` writes and filters the exchanges, and `SelfStudy` learns them. `reading.memorize` runs both.
+`write_exchanges` writes and filters the exchanges, and `SelfStudy` learns them. `stages.study` runs both.
 """
 
 from .exchanges import Exchange, Passage, load_exchanges, save_exchanges, split_passages
