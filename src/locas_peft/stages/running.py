@@ -194,7 +194,8 @@ class StageRun:
         kind = self.stage.kind
         if state["stage"] != kind:
             got = f"got one of the stage {state['stage']!r}"
-            return f"{where} must be of the stage {kind!r}, {got}: finish that one, or choose another folder"
+            remedy = "finish that one, or choose another folder"
+            return f"{where} must be of the stage {kind!r}, {got}: {remedy}"
         remedy = "give the former value, or choose another folder"
         ours = self._shared
         theirs = state["run"]
