@@ -33,6 +33,8 @@ class HostHooks:
         if dist.is_available() and dist.is_initialized():
             for layer in self._layers:
                 layer.prepare_shards()
+        for layer in self._layers:
+            layer.token_mask = None
         if not torch.is_grad_enabled():
             return
         waiting = [layer for layer in self._layers if layer.may_calibrate()]
@@ -47,7 +49,10 @@ class HostHooks:
 
     def _clear(self, host: nn.Module, args: tuple, output: Any) -> None:
         for layer in self._layers:
-            layer.token_mask = None
+            # A memory that still waits is calibrated when reentrant gradient checkpointing runs
+            # the layer again, in the backward pass.
+            if layer.token_mask is not None and not layer.may_calibrate():
+                layer.token_mask = None
 
 
 def _find_masks(host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:

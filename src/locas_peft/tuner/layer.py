@@ -33,6 +33,7 @@ from .initialization import (
     is_distributed,
     make_generator,
 )
+from .memory_file import make_calibrated_flag
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
@@ -293,7 +294,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in names:
             if name in self._made_rows:
                 self._check_made_rows(name)
-            if not self.needs_calibration(name):
+            if not self.needs_calibration(name) or not self._is_trainable(name):
                 continue
             if self.has_learned(name):
                 # Calibrating would lose what it has learned: the rows and the scale stay.
@@ -302,6 +303,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             else:
                 waiting.append(name)
         return waiting
+
+    def _is_trainable(self, adapter_name: str) -> bool:
+        return any(weight.requires_grad for weight in self.weights(adapter_name))
 
     def _check_made_rows(self, adapter_name: str) -> None:
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written
@@ -380,15 +384,23 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         # What is saved is clipped; the projections are saved after the layer's own tensors.
         for name in self.locas_config:
-            self.clip_(name)
+            # DeepSpeed's ZeRO-3 leaves flat parts of the parameters, which are not what is saved.
+            if all(weight.dim() == 2 for weight in self.weights(name)):
+                self.clip_(name)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         for name in self.locas_config:
-            if f"{prefix}locas_up.{name}.weight" in state_dict:
-                self._forget(name)
+            up = state_dict.get(f"{prefix}locas_up.{name}.weight")
+            if up is None:
+                continue
+            self._forget(name)
+            flag = f"{prefix}locas_calibrated.{name}"
+            input_scale = state_dict.get(f"{prefix}locas_input_scale.{name}")
+            if flag not in state_dict and input_scale is not None:
+                state_dict[flag] = make_calibrated_flag(up, input_scale)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # ------------------------------------------------------------------ forward

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 # PEFT puts it before each name in a file.
@@ -25,6 +26,17 @@ def parse_key(key: str) -> tuple[str, str] | None:
     if part not in parts or not ffn:
         return None
     return ffn.removeprefix(PREFIX), part
+
+
+def make_calibrated_flag(up: Tensor, input_scale: Tensor) -> Tensor:
+    """Return the flag that files of 0.2.0 lack: 1 where there are rows and an input scale, else 0.
+
+    Args:
+        up: the up rows `[R, D]`.
+        input_scale: k, a scalar; 0 in a memory that waited for its text.
+    """
+    is_calibrated = up.is_meta or bool(up.any() and input_scale.any())
+    return torch.tensor(float(is_calibrated), device=up.device)
 
 
 def split_keys(keys: Iterable[str]) -> tuple[list[str], list[str]]:

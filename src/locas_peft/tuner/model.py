@@ -73,14 +73,13 @@ class LocasModel(BaseTuner):
         self._hooks = HostHooks(model)
 
     def _give_own_config(self, adapter_name: str) -> None:
-        """Copy a config that another memory has too: each memory needs its own record of slots."""
+        """Copy the config: each memory needs a record of its own, and the user's stays as it is."""
         config = self.peft_config[adapter_name]
-        for name, other in self.peft_config.items():
-            if name != adapter_name and other is config:
-                config = copy.copy(config)
-                config.set_record("slots", None)
-                self.peft_config[adapter_name] = config
-                return
+        others = [other for name, other in self.peft_config.items() if name != adapter_name]
+        copied = copy.copy(config)
+        if any(other is config for other in others):
+            copied.set_record("slots", None)
+        self.peft_config[adapter_name] = copied
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         forbid_packing(self.model)
@@ -478,14 +477,13 @@ def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
 
 
 def _add_calibrated_flags(tensors: dict[str, Tensor]) -> None:
-    """Add the flags that files of 0.2.0 lack: set where there are rows and an input scale."""
+    """Add the flags that files of 0.2.0 lack."""
     for key in [key for key in tensors if ".locas_up." in key]:
         flag = key.replace(".locas_up.", ".locas_calibrated.").removesuffix(".weight")
         up, scale = tensors[key], tensors.get(flag.replace("calibrated", "input_scale"))
         if flag in tensors or scale is None:
             continue
-        is_calibrated = up.is_meta or bool(up.any() and scale.any())
-        tensors[flag] = torch.tensor(float(is_calibrated), device=up.device)
+        tensors[flag] = make_calibrated_flag(up, scale)
 
 
 def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:

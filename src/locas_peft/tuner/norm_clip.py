@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+# Rows that nothing has trained here may be rounded to bfloat16, whatever their dtype is now.
+BFLOAT16_EPS = torch.finfo(torch.bfloat16).eps
 ROWS = -1
 COLUMNS = -2
 
@@ -47,7 +49,7 @@ def clip_norms_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float)
 
 def exceeds(weight: Tensor, dim: int, max_norm: float) -> bool:
     """Return whether a vector is longer than the radius by more than the rounding of a clip."""
-    return bool((_norm(weight.detach(), dim) > _limit(weight, max_norm)).any())
+    return bool((_norm(weight.detach(), dim) > _limit(max_norm)).any())
 
 
 class NormClip:
@@ -63,6 +65,8 @@ class NormClip:
 
     def is_due(self, weights: Sequence[Tensor]) -> bool:
         """Return whether the weights may have changed since the last clip."""
+        if not all(map(_is_writable, weights)):
+            return False
         if _is_trained(weights) or self._is_trained:
             return True
         return self._signature != [_sign(weight) for weight in weights]
@@ -91,7 +95,8 @@ def clip_traced_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float
     """Clip rows that exceed the radius by more than rounding, in operations that can be traced."""
     for weight, dim in zip(weights, dims, strict=True):
         norm = _norm(weight, dim)
-        factor = torch.where(norm > _limit(weight, max_norm), _factor(norm, max_norm), 1.0)
+        limit = max_norm * (1.0 + max(torch.finfo(weight.dtype).eps, 1e-6))
+        factor = torch.where(norm > limit, _factor(norm, max_norm), 1.0)
         weight.data.mul_(factor.to(weight.dtype))
 
 
@@ -100,7 +105,8 @@ def _is_trained(weights: Sequence[Tensor]) -> bool:
 
 
 def _is_writable(weight: Tensor) -> bool:
-    if weight.is_meta:
+    # Inside torch.func's transforms a parameter is a wrapper, which has no storage.
+    if weight.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(weight):
         return False
     return torch.is_inference_mode_enabled() or not weight.is_inference()
 
@@ -117,8 +123,8 @@ def _scale_(
     """
     factors = [_factor(norm, max_norm) for norm in norms]
     if known is None:
-        limits = [_limit(weight, max_norm) for weight in weights]
-        selected = [norm > limit for norm, limit in zip(norms, limits, strict=True)]
+        limit = _limit(max_norm)
+        selected = [norm > limit for norm in norms]
     else:
         changes = [(_gather(new) != old).any() for new, old in zip(norms, known, strict=True)]
         changed = torch.stack(changes).any()
@@ -138,9 +144,9 @@ def _factor(norm: Tensor, max_norm: float) -> Tensor:
     return (norm / max_norm).clamp(min=1.0).reciprocal()
 
 
-def _limit(weight: Tensor, max_norm: float) -> float:
-    """Return the radius and as much as a clip in the weight's dtype may leave above it."""
-    return max_norm * (1.0 + max(torch.finfo(weight.dtype).eps, 1e-6))
+def _limit(max_norm: float) -> float:
+    """Return the radius and as much as rounding to bfloat16 may leave above it."""
+    return max_norm * (1.0 + BFLOAT16_EPS)
 
 
 def _norm(weight: Tensor, dim: int) -> Tensor:
