@@ -344,7 +344,10 @@ def test_memories_that_were_studied_are_asked(run, tmp_path, monkeypatch):
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = [*["forgetting", "book.txt", "--unread", "other.txt", "--own-answers", "--out", "o"], *FAST]
+    args = [
+        *["forgetting", "book.txt", "--unread", "other.txt", "--own-answers", "--out", "o"],
+        *FAST,
+    ]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
