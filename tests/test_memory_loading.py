@@ -64,7 +64,7 @@ def test_a_replacement_of_a_memory_is_finished_before_it_loads(memory, tmp_path)
     shutil.copytree(memory, tmp_path / ".locas-moving")
     (tmp_path / ".locas-moving" / ".old").mkdir()
     (tmp_path / ".locas-moving" / "adapter_config.json").rename(tmp_path / "adapter_config.json")
-    assert loading.describe_memory(tmp_path)["parameters"] == 6 * (3 * 4 * 256 + 2)
+    assert loading.describe_memory(tmp_path)["parameters"] == 6 * (3 * 4 * 256 + 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         path.name for path in memory.iterdir()
     )
@@ -139,7 +139,7 @@ def test_a_memory_describes_itself(memory):
         "topk",
         "float32",
     )
-    assert found["parameters"] == 6 * (3 * 4 * 256 + 2)
+    assert found["parameters"] == 6 * (3 * 4 * 256 + 3)
     assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
     assert [layer["name"] for layer in found["layers"]] == [
         f"model.layers.{number}.mlp" for number in range(6)

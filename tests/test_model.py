@@ -960,3 +960,31 @@ def test_r_above_the_host_s_width_where_cloning(strategy):
     )
     assert [name for name, _ in host.named_modules()] == names
     assert make_model(r=25, init_weights="gaussian")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_no_padding_mask_stays_in_a_layer(family):
+    """A mask that stayed would be used for the next batch, and keep its memory."""
+    model = get_peft_model(make_host(family), LocasConfig(r=4))
+    layers = list_layers(model)
+    ids = make_tokens()
+    seen = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, args: seen.append(layer.token_mask))
+        for layer in layers
+    ]
+    for fails in (True, False):
+        mask = torch.ones_like(ids)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        if fails:
+            inputs["labels"] = ids[:, :2]
+            with pytest.raises(ValueError):
+                model(**inputs)
+        else:
+            model(**inputs).loss.backward()
+        assert all(layer.token_mask is None for layer in layers)
+    assert any(mask is not None for mask in seen), "a memory that calibrates itself sees the mask"
+    for hook in hooks:
+        hook.remove()
+    calibrate(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    assert all(layer.token_mask is None for layer in layers)
