@@ -117,7 +117,7 @@ def load_memory_config(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         problem = f"a folder without {MEMORY_CONFIG}" if Path(directory).is_dir() else "no folder"
         got = f"{str(directory)!r}, {problem}"
-        remedy = "make one with `locas memorize TEXT --out DIR`"
+        remedy = "make one with `locas read TEXT --out DIR`"
         raise invalid("memory", "be a folder that holds a memory", got, remedy)
     config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
