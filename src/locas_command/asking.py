@@ -58,8 +58,11 @@ def generate(
             "convert it, for instance with iconv -t UTF-8"
         )
     loaded, adapted = open_with_base(memory, base)
-    chat = not raw and can_chat(loaded.tokenizer)
-    ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
+    is_chat = not raw and can_chat(loaded.tokenizer)
+    if is_chat:
+        ids = encode_prompt(loaded.tokenizer, prompt)
+    else:
+        ids = loaded.tokenizer(prompt)["input_ids"]
     check_room(loaded.model, ids, max_new_tokens, "prompt", "--max-new-tokens")
     options = {"temperature": temperature, "seed": seed}
     with adapted.disable_adapter():
@@ -67,7 +70,8 @@ def generate(
     (with_memory,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
-        stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
+        written = continuation.strip("\n") if is_chat else prompt + continuation
+        stdout.print(written + "\n")
     write_result(
         json_file,
         {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory},
@@ -144,8 +148,10 @@ def _show_answer(answer: Any, stdout: Console, named: bool) -> None:
     stdout.print(answer.question.question, style="bold")
     if named:
         _show_memories(answer, stdout)
-    gold = "" if answer.right is None else f"   ({answer.question.answer})"
-    stdout.print(answer.text + gold)
+    line = answer.text
+    if answer.right is not None:
+        line += f"   ({answer.question.answer})"
+    stdout.print(line)
 
 
 def _show_memories(answer: Any, stdout: Console) -> None:

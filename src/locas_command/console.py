@@ -107,8 +107,8 @@ def show_progress(console: Console) -> closing[ProgressLines]:
 def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
     """Yield a function that ends the command where Ctrl-C or SIGTERM came meanwhile.
 
-    A second signal ends it at once.     A state that is saved between two steps is whole; within a
-    step it is not.
+    A second signal ends it at once. A state that is saved between two steps is whole; within a step
+    it is not.
     """
     received: list[int] = []
 
@@ -185,7 +185,9 @@ def printable(text: str) -> str:
     """Return a text on one line, with control characters and lone surrogates escaped."""
     characters = []
     for character in " ".join(text.split()):
-        characters.append(character if character.isprintable() else repr(character)[1:-1])
+        if not character.isprintable():
+            character = repr(character)[1:-1]
+        characters.append(character)
     return "".join(characters)
 
 

@@ -77,7 +77,8 @@ def demo(
         rows, following = _read_reference(base, reading, out, stdout, stderr)
     write_json(out / DEMO_JSON, rows)
     write_result(json_file, rows)
-    stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
+    files = [str(out / name) for name in sorted(os.listdir(out))]
+    stdout.print(f"Written: {', '.join(files)}")
     stdout.print(f"Next: {following} --memory {out / METHODS[1]}")
     stdout.print("Or, on a text of yours: locas read TEXT --out my-memory")
 

@@ -47,7 +47,9 @@ def merge(
     with warnings_as_lines():
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, pad_to_multiple_of)
     width = getattr(merged.config, "intermediate_size", None)
-    wide = f", FFNs {width:,} wide" if isinstance(width, int) else ""
+    wide = ""
+    if isinstance(width, int):
+        wide = f", FFNs {width:,} wide"
     loads = f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
     stdout.print(
         f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: {loads}"
@@ -162,7 +164,8 @@ def resize(
         raise ValueError(
             f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu"
         )
-    if content is None and r < max(widths) and any(layer.ffn.gated for layer in layers):
+    has_gates = any(layer.ffn.gated for layer in layers)
+    if content is None and r < max(widths) and has_gates:
         raise ValueError(
             "--text must name a text for fewer slots beside gated FFNs, "
             "got none: give what was read"
@@ -189,7 +192,9 @@ def library(folder: Path, /, *, json_file: JsonFile = None) -> None:
     rows = [{"name": name, "bytes": held.bytes_of(name)} for name in held.list()]
     rows += [{"name": name, "bytes": None} for name in held.list_unfinished()]
     for row in rows:
-        size = "unfinished" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        size = "unfinished"
+        if row["bytes"] is not None:
+            size = f"{row['bytes'] / 1e6:.1f} MB"
         stdout.print(f"{row['name']}   {size}", markup=False)
     if not rows:
         stdout.print(f"{folder} holds no memory", markup=False)
@@ -225,7 +230,8 @@ def push(
     from locas_peft.memories.loading import describe_memory
 
     stdout, _ = open_consoles()
-    describe_memory(memory)  # it refuses a damaged file in one line
+    # It refuses a damaged file in one line.
+    describe_memory(memory)
     if license is not None:
         set_license(memory, license)
     stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")

@@ -124,9 +124,12 @@ class TableOptions:
     actors: Count = 1
 
 
-READ, STUDY = ReadSettings(), StudySettings()
-BASE, BASE_ON_CPU = BaseOptions(), BaseOnCpuOptions()
-PLACE, TABLE = PlaceOptions(), TableOptions()
+READ = ReadSettings()
+STUDY = StudySettings()
+BASE = BaseOptions()
+BASE_ON_CPU = BaseOnCpuOptions()
+PLACE = PlaceOptions()
+TABLE = TableOptions()
 
 ReadGroup = Annotated[ReadSettings, Parameter(name="*", group="Reading")]
 StudyGroup = Annotated[StudySettings, Parameter(name="*", group="Study")]

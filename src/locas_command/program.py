@@ -81,8 +81,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     def terminate(number: int, frame: Any) -> NoReturn:
         raise _Terminated
 
+    if args is None:
+        args = sys.argv[1:]
     with handled({signal.SIGTERM: terminate}):
-        code = _run(list(sys.argv[1:] if args is None else args) or ["--help"])
+        code = _run(list(args) or ["--help"])
     sys.exit(code)
 
 
@@ -124,7 +126,8 @@ def _run(args: list[str]) -> int:
 def _check_processes(args: list[str]) -> None:
     """Raise a `ValueError` where a launcher started several processes of a command for one."""
     _, count = find_process()
-    shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
+    names = [arg.partition("=")[0] for arg in args]
+    shares = args[0] == "eval" or "--manifest" in names
     if count > 1 and not shares and not args[0].startswith("-"):
         can_share = "several processes can share locas eval, and read and study --manifest"
         remedy = f"start it without a launcher; {can_share}"

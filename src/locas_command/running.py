@@ -110,9 +110,9 @@ def follow_run(run: StageRun, settings: AdapterSettings, tokens: int, stderr: Co
 
 def show_study(record: StudyRecord, stdout: Console) -> None:
     """Print how a study went."""
-    kept = "1 exchange" if record.kept == 1 else f"{record.kept} exchanges"
+    exchanges = "1 exchange" if record.kept == 1 else f"{record.kept} exchanges"
     times = f"wrote {record.writing_seconds:.0f} s, learned {record.learning_seconds:.0f} s"
-    stdout.print(f"asked {record.asked}, kept {kept}; {times}")
+    stdout.print(f"asked {record.asked}, kept {exchanges}; {times}")
 
 
 def show_readings(

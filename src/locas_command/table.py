@@ -79,8 +79,10 @@ def _teach_on_ray(
     stderr: Console,
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
+    model = base.model
     # The actors have other current folders.
-    model = os.path.abspath(base.model) if os.path.exists(base.model) else base.model
+    if os.path.exists(model):
+        model = os.path.abspath(model)
     loading = {
         "name": model,
         "dtype": base.dtype,

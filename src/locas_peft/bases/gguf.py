@@ -78,8 +78,11 @@ def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Lo
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
     if dtype is None:
         dtype = torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32
-    kept = _find_kept(path, dtype)
-    model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
+    folder = _find_kept(path, dtype)
+    if folder is None:
+        model, tokenizer = _convert(path, dtype)
+    else:
+        model, tokenizer = _load_kept(path, dtype, folder)
     # Not the folder of the kept checkpoint.
     model.name_or_path = str(path)
     model.config.name_or_path = str(path)
@@ -107,26 +110,26 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
     return None if folder is None else folder / "checkpoint"
 
 
-def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> Loaded:
+def _load_kept(path: Path, dtype: torch.dtype, folder: Path) -> Loaded:
     """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
-    loaded = _load_checkpoint(kept, dtype)
+    loaded = _load_checkpoint(folder, dtype)
     if loaded is not None:
         return loaded
     try:
         # Processes that start together convert the file once.
-        with FileLock(kept.with_suffix(".lock")):
-            loaded = _load_checkpoint(kept, dtype)
+        with FileLock(folder.with_suffix(".lock")):
+            loaded = _load_checkpoint(folder, dtype)
             if loaded is not None:
                 return loaded
-            _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
+            _logger.info("converting %s once (half a minute); kept in %s", path.name, folder)
             loaded = _convert(path, dtype)
-            shutil.rmtree(kept, ignore_errors=True)
-            with staged(kept) as folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            with staged(folder) as new:
                 for part in loaded:
-                    part.save_pretrained(folder)
+                    part.save_pretrained(new)
     except ValueError:
         # Leave no empty folder for each file that cannot be loaded.
-        shutil.rmtree(kept.parent, ignore_errors=True)
+        shutil.rmtree(folder.parent, ignore_errors=True)
         raise
     except (OSError, NotImplementedError) as error:
         _logger.info("the checkpoint of %s is not kept: %s", path.name, error)

@@ -22,23 +22,23 @@ from ..tuner.attached import find_memories
 
 __all__ = ["can_tell_apart", "place_discriminants", "upper_layers_trained"]
 
+# Of the mean squared length of the inputs, at the ends of prompts.
 RIDGE_AT_ENDS = 0.1
-"""Of the mean squared length of the inputs, at the ends of prompts."""
+# The same inside answers.
 RIDGE_INSIDE = 1.0
-"""The same inside answers."""
+# A gate before the activation for the tokens of its own passage; minus this for all others.
 LEVEL = 3.0
-"""A gate before the activation for the tokens of its own passage; minus this for all others."""
+# An up row's product with the input, for all tokens.
 UP = 2.0
-"""An up row's product with the input, for all tokens."""
+# The most slots for one passage, in each half of a layer. With more, a note of two sentences is
+# recited with other words in it.
 SLOTS_EACH = 3
-"""The most slots for one passage, in each half of a layer. With more, a note of two sentences is
-recited with other words in it."""
+# The fewest passages. Of fewer, some were recited with a word changed, and too many slots of a
+# layer would be one passage's.
 FEWEST = 8
-"""The fewest passages. Of fewer, some were recited with a word changed, and too many slots of a
-layer would be one passage's."""
+# The share of the layers that do not take part: the lowest, where the passages are hardest to tell
+# apart.
 FIRST_LAYER = 1 / 3
-"""The share of the layers that do not take part: the lowest, where the passages are hardest to tell
-apart."""
 ROWS_AT_ONCE = 16
 
 

@@ -32,39 +32,39 @@ from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
 
+# The lessons of an optimizer step.
 BATCH = 8
-"""The lessons of an optimizer step."""
+# The window, in tokens, where none is given.
 WINDOW = 512
-"""The window, in tokens, where none is given."""
 PER_PASSAGE = 6
 """Questions about a passage where rows tell the passages apart; elsewhere twice as many."""
+# How often a lesson is learned at most, where no number is given.
 PASSES = 4
-"""How often a lesson is learned at most, where no number is given."""
+# Few lessons are learned for so many steps; twice as many where no rows tell passages apart.
 LEAST_STEPS = 50
-"""Few lessons are learned for so many steps; twice as many where no rows tell passages apart."""
+# A batch takes lessons of about one length from so many.
 SORTED = 32
-"""A batch takes lessons of about one length from so many."""
+# Every n-th step also limits the change of other answers and texts, with n times the weight.
 PULL_EVERY = 4
-"""Every n-th step also limits the change of other answers and texts, with n times the weight."""
+# The most prompts that discriminants are computed from.
 PROMPTS = 2048
-"""The most prompts that discriminants are computed from."""
+# The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-"""The most answers with one passage that discriminants are computed from."""
+# The texts of the base that discriminants are computed from.
 OWN_TEXTS = 4
-"""The texts of the base that discriminants are computed from."""
+# Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
-"""Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
+# Every n-th time, a lesson's passage is learned to its end. Else what is left out could be
+# forgotten without being noticed.
 WHOLE_EVERY = 5
-"""Every n-th time, a lesson's passage is learned to its end. Else what is left out could be
-forgotten without being noticed."""
+# Tokens of a passage that are learned after the last one that is not known.
 MARGIN = 4
-"""Tokens of a passage that are learned after the last one that is not known."""
+# Greedy decoding recites a token of a smaller loss: its probability is above one half
+# (arXiv:2605.30260).
 KNOWN_NATS = math.log(2)
-"""Greedy decoding recites a token of a smaller loss: its probability is above one half
-(arXiv:2605.30260)."""
 WARMUP_STEPS = 5
+# How many dropped replies are shown.
 SAMPLES = 3
-"""How many dropped replies are shown."""
 _PLAIN_STATE = (
     "asked",
     "samples",

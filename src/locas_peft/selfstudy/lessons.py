@@ -46,10 +46,10 @@ TOPICS = (
     "language",
 )
 BEGINNINGS = ("What", "Who", "When", "Where")
+# The tokens of an answer of the base; the rest is left out.
 ANSWER_TOKENS = 16
-"""The tokens of an answer of the base; the rest is left out."""
+# K: the likeliest tokens, whose probabilities are targets.
 CANDIDATES = 64
-"""K: the likeliest tokens, whose probabilities are targets."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,14 +93,14 @@ def observe_host(
     # Without the head.
     backbone = base.base_model if isinstance(base, PreTrainedModel) else base
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
-    kept = []
+    active_modules = []
     for module in model.modules():
         if not isinstance(module, LocasLayer) or module in layers:
-            kept.append(module)
+            active_modules.append(module)
     try:
         for layer in layers:
             layer.calibration = layer.start_calibration(name, r, across_processes)
-        with evaluating(backbone), adapters_disabled(model, except_for=kept):
+        with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
             for batch in batches:
                 inputs = to_inputs(model, batch)
                 for layer in layers:

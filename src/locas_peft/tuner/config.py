@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable
@@ -210,14 +209,6 @@ class LocasConfig(PeftConfig):
         """Return R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
         pattern = get_pattern_key(self.rank_pattern, name)
         return self.rank_pattern.get(pattern, self.r)
-
-    def copy_for_new_memory(self) -> LocasConfig:
-        """Return a copy that is bound to no base, for a new memory that is trained."""
-        new = copy.deepcopy(self)
-        new.set_record("slots", None)
-        new.inference_mode = False
-        new._expected_host = None
-        return new
 
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:

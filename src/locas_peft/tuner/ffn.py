@@ -205,8 +205,8 @@ class HostFFN:
         def observe(module: nn.Module, args: tuple, output: Tensor) -> None:
             activation = args[0].flatten(0, -2)
 
-            def sum_activity(kept: Tensor | None) -> Tensor:
-                selected = activation if kept is None else activation[kept]
+            def sum_activity(is_token: Tensor | None) -> Tensor:
+                selected = activation if is_token is None else activation[is_token]
                 return selected.abs().sum(dim=0, dtype=torch.float32)
 
             callback(sum_activity, output)

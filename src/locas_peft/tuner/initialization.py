@@ -64,17 +64,16 @@ class Calibration:
             sum_activity: returns the sum of their |M|.
             output: FFN(A), `[..., D]`.
             token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not
-            that
-                of the batch.
+                that of the batch.
         """
         inputs = ffn_input.flatten(0, -2)
         outputs = output.flatten(0, -2)
-        kept = None
+        is_token = None
         if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(inputs):
-            kept = token_mask.flatten().to(outputs.device).bool()
-            inputs = inputs[kept]
-            outputs = outputs[kept]
-        activity = sum_activity(kept).double()
+            is_token = token_mask.flatten().to(outputs.device).bool()
+            inputs = inputs[is_token]
+            outputs = outputs[is_token]
+        activity = sum_activity(is_token).double()
         self._activity = activity if self._activity is None else self._activity + activity
         self._tokens += len(inputs)
         # Each token gets a random key and the largest keys stay. This draws uniformly from a stream

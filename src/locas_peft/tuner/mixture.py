@@ -342,18 +342,21 @@ def _list_choices(record: Record) -> Iterator[tuple[int, Tensor, Tensor]]:
         yield expert, token, record["weights"][token, choice]
 
 
-def _sum_activity(mixture: HostMixture, record: Record, kept: Tensor | None) -> Tensor:
+def _sum_activity(mixture: HostMixture, record: Record, is_token: Tensor | None) -> Tensor:
     """Return the sum of the weighted |M| of a recorded forward over tokens; see `SumActivity`."""
     inputs = record["inputs"]
     width = mixture.expert_width
-    is_kept = torch.ones(len(inputs), device=inputs.device) if kept is None else kept.float()
+    if is_token is None:
+        counted = torch.ones(len(inputs), device=inputs.device)
+    else:
+        counted = is_token.float()
     activity = torch.zeros(mixture.slots, device=inputs.device)
     with align_module_device(mixture.experts):
         for expert, token, weight in _list_choices(record):
             activation = mixture.activate(expert, inputs[token]).abs().float()
-            activity[expert * width :][:width] = (weight.float() * is_kept[token]) @ activation
+            activity[expert * width :][:width] = (weight.float() * counted[token]) @ activation
     if mixture.shared is not None:
-        weight = mixture.shared_weight(inputs) * is_kept[:, None]
+        weight = mixture.shared_weight(inputs) * counted[:, None]
         weighted = weight.float() * record["activation"].abs()
         activity[-mixture.shared.width :] = weighted.sum(dim=0)
     return activity

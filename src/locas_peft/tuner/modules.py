@@ -95,12 +95,12 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
         model: the model; mutated within the context.
         except_for: modules of adapters that stay on.
     """
-    kept = {id(module) for module in except_for}
+    exceptions = {id(module) for module in except_for}
     adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
     frozen = _find_frozen(adapters)
     former = []
     for module in adapters:
-        if module._disable_adapters or id(module) in kept:
+        if module._disable_adapters or id(module) in exceptions:
             continue
         former.append((module, module._active_adapter))
         still_on = [name for name in module.active_adapters if name in frozen]
