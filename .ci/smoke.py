@@ -1,4 +1,7 @@
-"""Attach, teach, save, load and merge a memory of the embedded model, with whatever versions are installed."""
+"""Attach, teach, save, load and merge a memory of the embedded model.
+
+It runs with whatever versions are installed.
+"""
 
 import torch
 from peft import PeftModel, get_peft_model

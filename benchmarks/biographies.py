@@ -15,15 +15,15 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+# fmt: off
 FIRST = ["Anselm", "Brida", "Corvin", "Dalia", "Edric", "Fenna", "Gerold", "Hedda", "Ivo", "Jorun", "Kasimir", "Lisbet"]
 LAST = ["Aldane", "Brackwater", "Corrow", "Dunmere", "Ellisk", "Farrand", "Grole", "Hestel", "Immers", "Jarrow", "Kestle", "Lonnick"]
 FURTHER_LAST = ["Marwick", "Norvale", "Ostrand", "Pellow"]  # of those beyond the first 144
 TOWNS = ["Adelsk", "Brenmouth", "Carrowby", "Dravik", "Eastmere", "Fallowick", "Gorrin", "Hexholm", "Issel", "Jutterby", "Korsund", "Lindmark"]
 TRADES = ["clockmaker", "baker", "surveyor", "beekeeper", "printer", "glassblower", "cartographer", "saddler", "tailor", "ropemaker", "brewer", "organist"]
-PETS = (
-    ["goat", "parrot", "tortoise", "greyhound", "ferret", "donkey", "raven", "hedgehog", "otter", "peacock", "badger", "heron"]
-)
+PETS = ["goat", "parrot", "tortoise", "greyhound", "ferret", "donkey", "raven", "hedgehog", "otter", "peacock", "badger", "heron"]
 DISHES = ["barley soup", "plum dumplings", "smoked eel", "rye pudding", "pickled beets", "cheese tart", "bean stew", "honey cake"]
+# fmt: on
 MONTHS = ["January", "March", "April", "June", "August", "September", "October", "December"]
 
 

@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import Person, make_people
-from locas_peft.reading import memorize
 from measuring import answer_briefly, describe_machine, is_exact, make_study, make_table
 
 from locas_peft.asking import Answer, Answerer, Question, count_right
@@ -33,6 +32,7 @@ from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.stages import Place, study
 from locas_peft.text import tokenize
 
 METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
@@ -60,16 +60,10 @@ def measure(
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
     with TemporaryDirectory() as folder:
-        reading = memorize(
-            base,
-            input_ids,
-            settings,
-            out=Path(folder) / "memory",
-            tokenizer=tokenizer,
-            exchanges=exchanges,
-        )
+        memory = Path(folder) / "memory"
+        record = study(base, tokenizer, input_ids, settings, Place(out=memory), exchanges=exchanges)
         seconds = time.process_time() - began
-        with memory_attached(base, Path(folder) / "memory") as model:
+        with memory_attached(base, memory) as model:
             drift = measure_drift(model, own_answers)["kl_per_token"]
             answers = Answerer(model, tokenizer).answer(questions)
             briefly = answer_briefly(model, tokenizer, questions, [""] * facts)
@@ -83,8 +77,8 @@ def measure(
     both = list(enumerate(said))
     golds = [each.answer for each in questions]
     return {
-        "parameters": reading.extra_parameters,
-        "steps": reading.studied["steps"],
+        "parameters": record.extra_parameters,
+        "steps": record.steps,
         "right": count_right(answers),
         "recited": sum(number == other for number, other in both),
         "by_words": count_right(by_words),
@@ -171,7 +165,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--facts", default="12,50,200")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--passes", type=int, help="as for locas memorize")
+    parser.add_argument("--passes", type=int, help="as for locas study")
     parser.add_argument("--seed", type=int, default=0, help="of the people")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--plot", type=Path)

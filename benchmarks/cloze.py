@@ -5,7 +5,8 @@
 
 Two measures, also for models too small to answer questions: the nats a token that a memory saves on these spans, with
 the right memory and with the one of another conversation; and the share of spans with a lower nll a token than three
-other spans of the same conversation. Any number of processes share a run; the same command goes on with it.
+other spans of the same conversation. The processes of `accelerate launch` share a run; the same command goes on with
+it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.settings import complete_all
 from measuring import encode_pair, make_table
 from plotting import GREY, label_axes, make_figure, save_figure
 from torch import nn
@@ -34,6 +33,7 @@ from locas_peft.evaluation.conversations import Conversation, dialogue_lines
 from locas_peft.evaluation.f1 import ADVERSARIAL
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.memories import memory_attached
+from locas_peft.stages import ReadSettings, complete_all
 from locas_peft.tables import Sheet, format_mean, format_percent, to_number
 from locas_peft.text import digest_json, tokenize
 
@@ -155,7 +155,7 @@ def run_cloze(run: Run, conversations: Sequence[Conversation]) -> dict[str, Any]
     }
     for method, settings in run.methods.items():
         readings = {
-            name: run.reading(ids, settings, folder / "memories" / method / f"{name}.json")
+            name: run.learning(ids, settings, folder / "memories" / method / f"{name}.json")
             for name, ids in texts.items()
         }
         for group, owners in groups.items():
@@ -279,7 +279,7 @@ def main() -> None:
     names = arguments.conversations and arguments.conversations.split(",")
     conversations = choose_conversations(load_locomo(arguments.data)[0], names)
     given = dict(each.split("=", 1) for each in arguments.set)
-    settings = ReadingSettings(
+    settings = ReadSettings(
         **{name: parse(value) for name, value in given.items()}, model=arguments.model
     )
     base, tokenizer = load_base(arguments.model)

@@ -26,8 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import PETS, TOWNS, Person, make_people
-from locas_peft.reading import ReadingSettings
-from measuring import describe_machine, make_table
+from measuring import describe_machine, make_table, study_into
 
 from locas_peft import rescale
 from locas_peft.asking import (
@@ -43,6 +42,7 @@ from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, LibraryAnswerer
 from locas_peft.selfstudy import Exchange
+from locas_peft.stages import StudySettings
 
 CHANGED = {0: TOWNS, 3: PETS}
 """By a fact's number in a biography: where its new value is drawn from."""
@@ -137,10 +137,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Teach, correct in each way, and return the figures of each."""
     exchanges, changed, old, new = change(people, seed)
-    figures, settings = (
-        Figures(tokenizer, old, new),
-        ReadingSettings(study=True, seed=seed, passes=passes),
-    )
+    figures = Figures(tokenizer, old, new)
+    settings = StudySettings(seed=seed, passes=passes)
     text, news = (
         "\n".join(dict.fromkeys(each.answer for each in rows)) for rows in (exchanges, changed)
     )
@@ -150,9 +148,11 @@ def measure(
     with TemporaryDirectory() as folder:
         library = Library(folder)
 
-        def teach(name: str, text: str, exchanges: list[Exchange], **options: Any) -> float:
+        def teach(
+            name: str, text: str, exchanges: list[Exchange], start: Path | None = None
+        ) -> float:
             began = time.process_time()
-            library.add(base, tokenizer, text, name, settings, exchanges=exchanges, **options)
+            study_into(library, name, base, tokenizer, text, exchanges, settings, start)
             return time.process_time() - began
 
         def note(label: str, name: str, seconds: float) -> None:
@@ -198,13 +198,13 @@ def measure_capitals(base, tokenizer, seed: int) -> dict[str, dict[str, Any]]:
         + others
         for which in (0, 1)
     )
-    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed)
+    figures = Figures(tokenizer, old, new)
+    settings = StudySettings(seed=seed)
+    text = "\n".join(facts.values())
     rows = {"the base": figures.measure(base)}
     with TemporaryDirectory() as folder:
         library, began = Library(folder), time.process_time()
-        library.add(
-            base, tokenizer, "\n".join(facts.values()), "reform", settings, exchanges=exchanges
-        )
+        study_into(library, "reform", base, tokenizer, text, exchanges, settings)
         seconds = time.process_time() - began
         with library.attach(base, "reform") as model:
             for factor in FACTORS:
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument(
         "--capitals", action="store_true", help="a text that contradicts what the base knows"
     )
-    parser.add_argument("--passes", type=int, help="as for locas memorize; not with --capitals")
+    parser.add_argument("--passes", type=int, help="as for locas study; not with --capitals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("correction.json"))
     arguments = parser.parse_args()

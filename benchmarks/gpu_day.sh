@@ -57,11 +57,11 @@ fi
 
 # Serving: a page is studied, or read where the sizes are tiny, exported, and asked for in vLLM's environment.
 if [ -n "$tiny" ]; then
-    reads=(--r 8 --window 64 --stride 32 --anchor 0 --max-tokens 200)
+    stage=(read --r 8 --window 64 --stride 32 --anchor 0 --max-tokens 200)
 else
-    reads=(--model "$model" --study)
+    stage=(study --model "$model")
 fi
-part taught 3 python -m locas_peft memorize "$here/pages/expedition.txt" "${reads[@]}" --device "$device" --library users
+part taught 3 python -m locas_peft "${stage[@]}" "$here/pages/expedition.txt" --device "$device" --library users
 if [ -n "$vllm" ]; then
     part exported 2 python -m locas_peft export "$out/taught/users/expedition" --dtype "$dtype" --out served
     part serving 5 "$vllm" "$here/serving.py" "$out/exported/served/base" --adapter "$out/exported/served/adapter" \

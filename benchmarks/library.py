@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from biographies import Person, make_people
-from locas_peft.reading import ReadingSettings
-from measuring import describe_machine, make_table
+from measuring import describe_machine, make_table, study_into
 
 from locas_peft.asking import Answer, Answerer, Question, count_right, load_questions
 from locas_peft.bases import load_base
@@ -36,6 +35,7 @@ from locas_peft.library import Library, LibraryAnswerer, score_by_words
 from locas_peft.library.routing import LEAST_SCORE, list_passages
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.stages import StudySettings
 
 SIZES = (6, 20, 50)
 SEEDS = (0, 1, 2)
@@ -118,13 +118,13 @@ def measure_answers(
 ) -> dict[str, Any]:
     """Study people, a memory each and one of all, and return how many answers are right in each way to ask."""
     questions = [Question(**row) for person in people for row in person.questions]
-    settings = ReadingSettings(study=True, passes=passes, seed=seed)
+    settings = StudySettings(passes=passes, seed=seed)
     results: dict[str, Any] = {"asked": len(questions)}
     with TemporaryDirectory() as folder:
         library, began = Library(Path(folder) / "each"), time.process_time()
         for person in people:
             exchanges = [Exchange(**row) for row in person.exchanges]
-            library.add(base, tokenizer, person.text, person.name, settings, exchanges=exchanges)
+            study_into(library, person.name, base, tokenizer, person.text, exchanges, settings)
         results["cpu_seconds_a_person"] = (time.process_time() - began) / len(people)
         answers = LibraryAnswerer(library, base, tokenizer).answer(questions)
         names = [person.name for person in people for _ in person.questions]
@@ -140,7 +140,7 @@ def measure_answers(
         results["right_given"] = count_right(given)
         whole, text = Library(Path(folder) / "one"), "\n".join(person.text for person in people)
         exchanges = [Exchange(**row) for person in people for row in person.exchanges]
-        whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
+        study_into(whole, "all", base, tokenizer, text, exchanges, settings)
         with whole.attach(base, "all") as model:
             of_all = Answerer(model, tokenizer).answer(questions)
         results["right_one_memory_of_all"] = count_right(of_all)

@@ -10,12 +10,12 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
-from locas_peft.reading import ReadingSettings, parse_method
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
@@ -30,7 +30,11 @@ from locas_peft.asking import (
 )
 from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
+from locas_peft.library import Library, make_sample
 from locas_peft.model import CausalLM
+from locas_peft.selfstudy import Exchange
+from locas_peft.stages import Place, StudyRecord, StudySettings, parse_method, study
+from locas_peft.text import tokenize
 
 RECITED_TOKENS = 64
 """The most tokens of what a memory recites."""
@@ -43,8 +47,13 @@ _QWEN3 = {
 }
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
-        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
     },
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, **_QWEN3},
     "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, **_QWEN3},
@@ -137,13 +146,29 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def make_study(label: str, passes: int | None) -> ReadingSettings:
+def make_study(label: str, passes: int | None) -> StudySettings:
     """Return the settings of a study by a method's label: NAME[@WIDTH][:RATE], and "+" its anchor where it has one."""
-    method, _, anchor = label.partition("+")
-    name, own = parse_method(method)
-    return ReadingSettings(
-        method=name, study=True, passes=passes, anchor=float(anchor) if anchor else None, **own
-    )
+    spec, _, anchor = label.partition("+")
+    method, fields = parse_method(spec)
+    if anchor:
+        fields["anchor"] = float(anchor)
+    return StudySettings(method=method, passes=passes, **fields)
+
+
+def study_into(
+    library: Library,
+    name: str,
+    base: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    exchanges: Sequence[Exchange],
+    settings: StudySettings,
+    start: Path | None = None,
+) -> StudyRecord:
+    """Study given exchanges about a text into a memory of a library; `start` is a memory to go on with."""
+    place = Place(out=library.choose_folder(name), title=name, sample=make_sample(text, start))
+    input_ids = tokenize(tokenizer, text)
+    return study(base, tokenizer, input_ids, settings, place, start=start, exchanges=exchanges)
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

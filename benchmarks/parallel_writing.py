@@ -22,7 +22,7 @@ from peft import PeftModel, get_peft_model
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from locas_peft import LocasConfig, RidgeWriter, TestTimeTrainer, backbone, calibrate
+from locas_peft import LocasConfig, LocasLayer, RidgeWriter, TestTimeTrainer, backbone, calibrate
 from locas_peft.text import tokenize, unwrap
 from locas_peft.tuner import list_layers
 
@@ -53,6 +53,13 @@ def write(
 def read(model: PeftModel, ids: torch.Tensor) -> None:
     for _ in TestTimeTrainer(model, **CHUNKS, steps=[RidgeWriter(model)]).read(ids):
         pass
+
+
+def read_map(layer: LocasLayer) -> torch.Tensor:
+    """Return the linear map [D, D] that the slots of a layer's memory hold."""
+    up, down = (projection.weight.detach() for projection in layer.projections("default"))
+    scale = layer.locas_input_scale["default"] * layer.saved_scale("default")
+    return scale * (up.T @ down.T)
 
 
 def score(model: torch.nn.Module, ids: torch.Tensor) -> float:
@@ -98,11 +105,7 @@ def main() -> None:
             wall, processor = time.perf_counter(), time.process_time()
             run(model)
             seconds = time.perf_counter() - wall, time.process_time() - processor
-            layers = [
-                [part.weight.detach() for part in layer.projections("default")]
-                for layer in list_layers(model)
-            ]
-            maps[way] = torch.stack([up.T @ down.T for up, down in layers])
+            maps[way] = torch.stack([read_map(layer) for layer in list_layers(model)])
             gain = score(model, after) - none
             base = model.unload()
             if number:

@@ -7,8 +7,8 @@
     python benchmarks/pg19.py --shapes qwen3-0.6b,qwen3-1.7b --device cuda --dtype bfloat16
 
 Each chunk is scored before it is learned. Each reading has a result, OUT/readings/DOCUMENT/ROW-seedN-TOKENS.json. A
-second call continues where the first one was stopped, also inside a book, and several calls on one folder share the
-work. The tables are made of all results in the folder, printed, and written to OUT/pg19.md; OUT/pg19.json has all
+second call continues where the first one was stopped, also inside a book, and the processes of `accelerate launch` share
+the work. The tables are made of all results in the folder, printed, and written to OUT/pg19.md; OUT/pg19.json has all
 figures but those of single chunks. The last line printed is JSON.
 """
 
@@ -31,11 +31,10 @@ import pg19_report
 import pg19_timing
 import torch
 import transformers
-from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from measuring import SHAPES, describe_machine, draw_tokens, load_shape
 from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, TUNING, Row, Table
 
-from locas_peft import backbone
+from locas_peft import backbone, stages
 from locas_peft.bases import choose_device, load_base
 from locas_peft.evaluation import Unit, run_units
 from locas_peft.evaluation.documents import load_column, load_documents
@@ -43,6 +42,8 @@ from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
+from locas_peft.processes import in_first_process, join_processes
+from locas_peft.stages import Place, ReadSettings, score
 from locas_peft.text import digest_ids, tokenize, unwrap
 
 QUICK_TOKENS = 1_000
@@ -57,7 +58,7 @@ class Texts:
         texts = load_texts(arguments)
         self.names = list(texts)
         self.base, tokenizer = load_base(arguments.model, arguments.dtype, arguments.device)
-        self.common = ReadingSettings(
+        self.common = ReadSettings(
             method="none",
             model=backbone.name_of(arguments.model),
             window=arguments.window or 512,
@@ -120,7 +121,7 @@ def choose_rows(
 
 
 def keep_what_fits(
-    base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadingSettings
+    base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadSettings
 ) -> list[Row]:
     """Leave out rows whose window is larger than the model's positions; name them on stderr."""
     kept, limit = [], count_positions(base)
@@ -201,7 +202,7 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
 def read(
     base: transformers.PreTrainedModel,
     ids: torch.Tensor,
-    settings: CompleteSettings,
+    settings: ReadSettings,
     unread: dict[str, torch.Tensor],
     checkpoint_dir: Path,
 ) -> dict[str, Any]:
@@ -210,19 +211,12 @@ def read(
     began, processor = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = memorize(
-            base,
-            ids,
-            settings,
-            out=memory,
-            checkpoint_dir=checkpoint_dir,
-            resume=True,
-            on_chunk=chunks.append,
-        )
+        place = Place(out=memory, checkpoint_dir=checkpoint_dir, resume=True)
+        reading = stages.read(base, ids, settings, place, on_step=chunks.append)
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
         with (
             nullcontext(base)
-            if settings.method.name == "none"
+            if settings.method == "none"
             else memory_attached(base, memory) as model
         ):
             unread_perplexities = {
@@ -245,10 +239,10 @@ def read(
     }
 
 
-def check_same(path: Path, settings: CompleteSettings, ids: torch.Tensor, document: str) -> None:
+def check_same(path: Path, settings: ReadSettings, ids: torch.Tensor, document: str) -> None:
     recorded = load_json(path)
     # Older versions did not record all settings.
-    known = {key: item for key, item in settings.to_json().items() if recorded.get(key) is not None}
+    known = {key: item for key, item in vars(settings).items() if recorded.get(key) is not None}
     check_fields(known, recorded, path)
     if recorded["text_sha256"] != digest_ids(ids):
         raise ValueError(
@@ -284,14 +278,10 @@ def fill_timing(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[
     if not arguments.collect:
         document = texts.choose((TUNING, *HEADLINE), arguments.documents)[0]
         load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
-        measure(
-            texts.base,
-            load,
-            texts.common,
-            texts.ids(document),
-            arguments,
-            path,
-            {"document": document},
+        ids = texts.ids(document)
+        about = {"document": document}
+        in_first_process(
+            lambda: measure(texts.base, load, texts.common, ids, arguments, path, about)
         )
     return with_markdown(path, pg19_report.timing_to_markdown)
 
@@ -303,7 +293,7 @@ def load_model(model: str, dtype: str, device: str) -> transformers.PreTrainedMo
 def measure(
     base: transformers.PreTrainedModel,
     load: Callable[[], transformers.PreTrainedModel],
-    common: ReadingSettings,
+    common: ReadSettings,
     ids: torch.Tensor,
     arguments: argparse.Namespace,
     path: Path,
@@ -320,13 +310,13 @@ def measure(
     )
     value = {
         **about,
-
-            "model": common.model,
-            "dtype": common.dtype,
-            "tokens": tokens,
-            "memory_tokens": memory_tokens
-        ,
-        "window": common.window, "stride": common.stride, **describe_machine(base.device),
+        "model": common.model,
+        "dtype": common.dtype,
+        "tokens": tokens,
+        "memory_tokens": memory_tokens,
+        "window": common.window,
+        "stride": common.stride,
+        **describe_machine(base.device),
         "rows": pg19_timing.time_rows(base, rows, common, ids[:tokens]),
     }
     write_json(path, value)
@@ -346,10 +336,10 @@ def fill_shape(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     base = load()
     window = arguments.window or (64 if shape == "tiny" else 2048)
     dtype, stride = str(base.dtype).removeprefix("torch."), arguments.stride or window // 2
-    common = ReadingSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
+    common = ReadSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
     ids = draw_tokens(base, max(measured_lengths(arguments, window)))
     path = arguments.out / f"shapes-{shape}.json"
-    measure(base, load, common, ids, arguments, path, {})
+    in_first_process(lambda: measure(base, load, common, ids, arguments, path, {}))
     return with_markdown(path, pg19_report.timing_to_markdown)
 
 
@@ -360,8 +350,11 @@ def fill_block(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[s
     rows = choose_rows(block.rows, arguments.rows)
     ids = texts.ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
     settings = {
-        "document": document, "tokens": len(ids), "context": block.context,
-        "window": common.window, "stride": common.stride,
+        "document": document,
+        "tokens": len(ids),
+        "context": block.context,
+        "window": common.window,
+        "stride": common.stride,
         "rows": [f"{row.name}, {row.describe()}" for row in rows],
     }
 
@@ -395,13 +388,15 @@ FILL: dict[str, Callable[[str, Texts, argparse.Namespace], dict[str, Any]]] = {
 def fill_tables(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Fill the tables and print them; return all figures but those of single chunks."""
     tables = {}
+    is_first = join_processes().is_main_process
     texts = None if arguments.shapes else Texts(arguments)
     for name in arguments.shapes or arguments.table:
         tables[name] = (
             fill_shape(name, arguments) if texts is None else FILL[name](name, texts, arguments)
         )
-        print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
-    if arguments.plot and texts is not None:
+        if is_first:
+            print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
+    if arguments.plot and texts is not None and is_first:
         for path in pg19_report.draw(tables, arguments.out):
             print(path, file=sys.stderr)
     return {
@@ -509,15 +504,16 @@ def main(argv: list[str] | None = None) -> None:
         markdown = "\n\n".join(
             f"## {title}\n\n{table['markdown']}" for title, table in tables.items()
         )
-        write_json(
-            arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began}
-        )
-        (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
+        summary_file = arguments.out / f"{name}.json"
+        if join_processes().is_main_process:
+            write_json(summary_file, {**summary, "seconds": time.perf_counter() - began})
+            summary_file.with_suffix(".md").write_text(markdown + "\n", encoding="utf-8")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"pg19: {error}")
     except KeyboardInterrupt:
         sys.exit("pg19: stopped; all results are kept, and the same command continues")
-    print(json.dumps(summary))
+    if join_processes().is_main_process:
+        print(json.dumps(summary))
 
 
 if __name__ == "__main__":

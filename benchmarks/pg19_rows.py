@@ -20,21 +20,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from locas_peft.reading import CompleteSettings, ReadingSettings
+from locas_peft.stages import ReadSettings, complete
 
 HEADLINE = ("3649", "5274", "36235")
 TUNING = "1684"
 TRAINING = "2118"
 
 RATES: dict[str, float] = {
-    "lora@4": 2e-3, "lora@16": 2e-3, "lora@64": 1e-3, "lora@256": 1e-3,
-
-        "locas-glu@4": 4e-3,
-        "locas-glu@16": 4e-3,
-        "locas-glu@32": 2e-3,
-        "locas-glu@64": 2e-3,
-        "locas-glu@256": 2e-3
-    ,
+    "lora@4": 2e-3,
+    "lora@16": 2e-3,
+    "lora@64": 1e-3,
+    "lora@256": 1e-3,
+    "locas-glu@4": 4e-3,
+    "locas-glu@16": 4e-3,
+    "locas-glu@32": 2e-3,
+    "locas-glu@64": 2e-3,
+    "locas-glu@256": 2e-3,
     "locas-glu@64, paper": 4e-3,
 }
 """By method, width and variant. "paper" has tau and rate as published; all other memories have tau times r."""
@@ -50,7 +51,7 @@ class Row:
 
     Args:
         name: in tables and files.
-        method: a name in `locas_peft.reading.METHODS`.
+        method: a name in `locas_peft.stages.METHODS`.
         given: settings besides the command's window, stride, seed and model.
         windows: a multiple of the command's window.
         seeds: how many seeds it is read with.
@@ -65,8 +66,8 @@ class Row:
     writer: dict[str, Any] | None = None
 
     def settings(
-        self, common: ReadingSettings, seed: int = 0, max_tokens: int | None = None
-    ) -> CompleteSettings:
+        self, common: ReadSettings, seed: int = 0, max_tokens: int | None = None
+    ) -> ReadSettings:
         """Return the row's complete settings.
 
         Args:
@@ -83,7 +84,7 @@ class Row:
             # The scale of the published tables: tau undivided.
             values |= {"output_scale": "paper", "scaling": float(self.given.get("r", 64))}
         values |= {"method": self.method, "seed": seed, "max_tokens": max_tokens, **self.given}
-        return dataclasses.replace(common, **values).complete()
+        return complete(dataclasses.replace(common, **values))
 
     def describe(self) -> str:
         """Return the settings that the first block's sweep varies."""
@@ -139,9 +140,14 @@ def lora(r: int, rate: float | None = None, **given: Any) -> Row:
 
 
 _NAMES = {
-    "context": "{}", "layers_to_transform": "{} layers", "init": "{}",
-    "scaling": "scaling {:g}", "max_slot_norm": "no clip",
-    "anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}",
+    "context": "{}",
+    "layers_to_transform": "{} layers",
+    "init": "{}",
+    "scaling": "scaling {:g}",
+    "max_slot_norm": "no clip",
+    "anchor": "anchor {:g}",
+    "anchor_every": "every {}",
+    "decay_steps": "decay {}",
 }
 """How a setting appears in a row's name."""
 
@@ -323,7 +329,6 @@ _BLOCK_SWEEP = (
     *_vary(_TOPK, 2e-3, 4e-3, 8e-3, 1.6e-2),
     *_vary(_BP, 2.5e-4, 5e-4, 1e-3, 2e-3),
     *(*_vary(_BP, 1e-3, epsilon=0.001), *_vary(_BP, 1e-3, epsilon=0.1)),
-    *(),
     *(row for epsilon in (0.0003, 0.001, 0.003) for row in _vary(_NLSVD, epsilon=epsilon)),
     *(row for epsilon in (0.003, 0.01, 0.03) for row in _vary(_REFIT, epsilon=epsilon)),
 )

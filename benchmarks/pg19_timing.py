@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from locas_peft.reading import CompleteSettings, PeakMemory, ReadingSettings, attached, memorize
 from measuring import Clock, share_weights, wait
 from pg19_rows import NONE, NONE_RECOMPUTE, TEMPLORA, Block, Row
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,6 +32,8 @@ from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
 from locas_peft.model import count_positions
+from locas_peft.stages import METHODS, PeakMemory, Place, ReadSettings, attached, read
+from locas_peft.stages.complete import training_settings
 from locas_peft.ttt import at_marks, perplexity_of
 
 TURN_CHUNKS = 4
@@ -55,26 +56,21 @@ class TimedReading:
         stack: ExitStack,
         base: PreTrainedModel,
         row: Row,
-        common: ReadingSettings,
+        common: ReadSettings,
         ids: torch.Tensor,
     ):
         settings, clock, self._device = row.settings(common), Clock(base.device), base.device
         model = stack.enter_context(attached(share_weights(base), settings))
         steps = []
-        if settings.method.anchor:
-            texts = write_own_text(model, tokens=settings.training.stride, seed=settings.seed)
-            anchor = Anchor(
-                texts, weight=settings.method.anchor, every=settings.method.anchor_every
-            )
-            steps.append(anchor)
-        self.writer = (
-            settings.method.make_writer(model)
-            if row.writer is None
-            else SlotWriter(model, **row.writer)
-        )
-        if self.writer is not None:
-            steps.append(self.writer)
-        self.trainer = TestTimeTrainer(model, settings.training, steps=steps)
+        if settings.anchor:
+            texts = write_own_text(model, tokens=settings.stride, seed=settings.seed)
+            steps.append(Anchor(texts, weight=settings.anchor, every=settings.anchor_every))
+        writers = METHODS[settings.method].make_writers(settings, model)
+        if row.writer is not None:
+            writers = [SlotWriter(model, **row.writer)]
+        self.writer = writers[0] if writers else None
+        steps += writers
+        self.trainer = TestTimeTrainer(model, training_settings(settings), steps=steps)
         self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
         self.parameters = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
@@ -125,7 +121,7 @@ def take_turns(readings: Sequence[TimedReading], turns: int) -> None:
 
 
 def time_rows(
-    base: PreTrainedModel, rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
+    base: PreTrainedModel, rows: Sequence[Row], common: ReadSettings, ids: torch.Tensor
 ) -> list[dict[str, Any]]:
     """Time rows relative to both `none` and, where it is among them, to TempLoRA.
 
@@ -213,27 +209,27 @@ def time_rows(
     return results
 
 
-def count_chunks(base: PreTrainedModel, settings: CompleteSettings) -> int:
+def count_chunks(base: PreTrainedModel, settings: ReadSettings) -> int:
     """Return the number of chunks after which a row's operations repeat.
 
     The cache's context is fed again at two windows, or at the model's last position, and an anchor acts on every n-th
     step.
     """
-    cycle, training = 1, settings.training
-    if training.context == "cache":
-        limit = min(2 * training.window, count_positions(base) or 2 * training.window)
-        kept = max(training.window - training.stride, 1) - 1
-        cycle = max(1, (limit - kept) // training.stride)
+    cycle = 1
+    if settings.context == "cache":
+        limit = min(2 * settings.window, count_positions(base) or 2 * settings.window)
+        kept = max(settings.window - settings.stride, 1) - 1
+        cycle = max(1, (limit - kept) // settings.stride)
     if cycle > MOST_COUNTED_CHUNKS:  # too rare to matter
         cycle = TURN_CHUNKS
-    return math.lcm(cycle, settings.method.anchor_every if settings.method.anchor else 1)
+    return math.lcm(cycle, settings.anchor_every if settings.anchor else 1)
 
 
 def read_block(
     base: PreTrainedModel,
     block: Block,
     rows: Sequence[Row],
-    common: ReadingSettings,
+    common: ReadSettings,
     ids: torch.Tensor,
 ) -> list[dict[str, Any]]:
     """Read a text with rows of the first block; return one dictionary a row.
@@ -274,7 +270,7 @@ def read_block(
 def measure_memory(
     load: Callable[[], PreTrainedModel],
     rows: Sequence[Row],
-    common: ReadingSettings,
+    common: ReadSettings,
     ids: torch.Tensor,
 ) -> dict[str, dict[str, int | None]]:
     """Measure the memory that each row uses beyond the loaded model, and its adapter's size on disk.
@@ -309,7 +305,7 @@ def _prepare_process(threads: int) -> None:
 
 
 def measure_row(
-    load: Callable[[], PreTrainedModel], settings: CompleteSettings, ids: torch.Tensor
+    load: Callable[[], PreTrainedModel], settings: ReadSettings, ids: torch.Tensor
 ) -> dict[str, int | None]:
     """Measure one row in this process; see `measure_memory`."""
     base = load()
@@ -321,7 +317,7 @@ def measure_row(
             early.append(peak.read())
 
     with tempfile.TemporaryDirectory() as folder:
-        reading = memorize(base, ids, settings, out=Path(folder) / "memory", on_chunk=note)
+        reading = read(base, ids, settings, Place(out=Path(folder) / "memory"), on_step=note)
         adapter_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
     peaks = {"peak_bytes": reading.peak_bytes, "peak_bytes_early": early[0]}
     above = {

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from locas_peft.reading.methods import METHOD_FIELDS
 from measuring import make_table
 from plotting import label_axes, make_figure, pick_colours, save_figure, settled_points
 
 from locas_peft.evaluation import tabulate_figures
 from locas_peft.files import check_output_file, load_json, staged_file
+from locas_peft.stages import METHODS
 from locas_peft.tables import to_number
 
 TITLES = {"locomo": "LoCoMo", "forgetting": "Forgetting", "perplexity": "Perplexity"}
@@ -57,17 +57,32 @@ def write_report(folders: Sequence[Path], path: Path) -> list[Path]:
     return [path, *plots]
 
 
+def _list_method_fields() -> set[str]:
+    """Return the settings that not every method has."""
+    fields: set[str] = set()
+    for method in METHODS.values():
+        fields.update(method.reading["paper"], method.study or ())
+    return fields
+
+
+def _describe_stage(settings: dict[str, Any]) -> str:
+    """Return the part of the settings that all methods have: of a reading, or of a study."""
+    if "stride" not in settings:
+        return "study, window {window}".format_map(settings)
+    return "window {window}, stride {stride}, {context}, readings {readings}".format_map(settings)
+
+
 def _describe(figures: dict[str, Any]) -> str:
     """Return a paragraph with the model and the settings of a run."""
-    form = "window {window}, stride {stride}, {context}, readings {readings}"
-    windows = sorted({form.format_map(settings) for settings in figures["methods"].values()})
+    windows = sorted({_describe_stage(settings) for settings in figures["methods"].values()})
+    method_fields = _list_method_fields()
     parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(windows)}."]
     for method, settings in figures["methods"].items():
         if settings["method"] != "none":
             own = {
                 name: value
                 for name, value in settings.items()
-                if name in METHOD_FIELDS and value is not None
+                if name in method_fields and value is not None
             }
             parts.append(
                 f"{method}: {', '.join(f'{n} {value}' for n, value in own.items()).replace('_', ' ')}."

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from locas_peft.reading import ReadingSettings, attached, make_trainer
 from measuring import describe_machine
 from peft import get_peft_model
 from plotting import label_axes, make_figure, pick_colours, save_figure
@@ -27,6 +26,7 @@ from torch import nn
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.files import write_json
+from locas_peft.stages import ReadSettings, attached, complete, make_trainer
 from locas_peft.text import tokenize, unwrap
 
 CHUNKS = {"window": 512, "stride": 256, "context": "cache"}
@@ -133,9 +133,9 @@ def measure(
     ids, other = (tokenize(tokenizer, unwrap(text), tokens) for text in (book, statistics))
     rows = {"none": follow(TestTimeTrainer(base, learning_rate=None, **CHUNKS), ids)}
     for rule, given in RULES[name].items():
-        complete = ReadingSettings(**CHUNKS, **given).complete(base)
-        with attached(base, complete) as model:
-            rows[rule] = follow(make_trainer(model, complete), ids)
+        settings = complete(ReadSettings(**CHUNKS, **given), base)
+        with attached(base, settings) as model:
+            rows[rule] = follow(make_trainer(model, settings), ids)
         print_row(name, rule, rows)
     rows["all weights, dynamic evaluation"] = follow_dynamic(base, ids, other, rate, decay)
     print_row(name, "all weights, dynamic evaluation", rows)

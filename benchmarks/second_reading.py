@@ -14,11 +14,10 @@ import json
 from pathlib import Path
 
 import torch
-from locas_peft.reading import ReadingSettings
-from locas_peft.reading.teaching import attached, make_trainer
 from torch import nn
 
 from locas_peft.bases import load_base
+from locas_peft.stages import ReadSettings, attached, complete, make_trainer
 from locas_peft.text import tokenize, unwrap
 from locas_peft.ttt import TestTimeTrainer
 
@@ -56,15 +55,13 @@ def main() -> None:
         tokenizer, unwrap(arguments.book.read_text(encoding="utf-8")), learned + arguments.next
     )
     none = score_after(base.requires_grad_(False), ids, learned, window)
-    settings = ReadingSettings(
-        method=arguments.method, window=window, stride=window // 2, readings=2
-    )
+    settings = ReadSettings(method=arguments.method, window=window, stride=window // 2, readings=2)
     gains: dict[str, float] = {}
-    complete = settings.complete(base)
-    with attached(base, complete) as model:
+    settings = complete(settings, base)
+    with attached(base, settings) as model:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ends: list[list[torch.Tensor]] = []
-        for chunk in make_trainer(model, complete).read(ids[:learned]):
+        for chunk in make_trainer(model, settings).read(ids[:learned]):
             if chunk.stop == learned:
                 ends.append([parameter.detach().clone() for parameter in trained])
                 gains[f"after reading {len(ends)}"] = (

@@ -31,7 +31,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from locas_peft.reading import ReadingSettings, memorize, parse_method
 from measuring import answer_briefly, describe_machine, is_exact, make_table, recite
 
 from locas_peft import demo
@@ -56,6 +55,7 @@ from locas_peft.memories import memory_attached
 from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES, join_exchanges
 from locas_peft.selfstudy.learning import PER_PASSAGE
+from locas_peft.stages import Place, ReadSettings, StudySettings, parse_method, read, study
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
@@ -180,15 +180,29 @@ def study_page(
         studies = label != READING_ONLY
         name, own = parse_method(label.removesuffix(":reading-only"))
         curve = Curve(base, page, writing if studies else 0.0)
-        if studies:
-            settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)
-            options = {"exchanges": exchanges, "on_study": curve.after_step}
-        else:
-            settings = ReadingSettings(method=name, readings=READINGS, anchor=anchor, **own)
-            options = {"on_chunk": curve.after_reading}
         with TemporaryDirectory() as folder:
             memory = Path(folder) / "memory"
-            reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
+            place = Place(out=memory)
+            if studies:
+                record = study(
+                    base,
+                    tokenizer,
+                    page.ids,
+                    StudySettings(method=name, anchor=anchor, **own),
+                    place,
+                    exchanges=exchanges,
+                    on_step=curve.after_step,
+                )
+            else:
+                settings = ReadSettings(method=name, readings=READINGS, anchor=anchor, **own)
+                record = read(
+                    base,
+                    page.ids,
+                    settings,
+                    place,
+                    tokenizer=tokenizer,
+                    on_step=curve.after_reading,
+                )
             seconds = curve.seconds()
             with memory_attached(base, memory) as model:
                 drift = measure_drift(model, own_answers)
@@ -205,20 +219,20 @@ def study_page(
                     "gap_other_page_direct": other.gap_closed(model),
                     "kl_nats": drift["kl_per_token"],
                 }
-        figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
+        figures |= {"parameters": record.extra_parameters, **curve.points[-1]}
         print(label, figures, flush=True)
         results["methods"][label] = {**figures, "curve": curve.points}
     return results
 
 
 def repeat_study(
-    base, tokenizer, page: Page, settings: ReadingSettings, own_answers: list
+    base, tokenizer, page: Page, settings: StudySettings, own_answers: list
 ) -> dict[str, Any]:
     """Study one page and ask its questions; return its results."""
     began = time.process_time()
     with TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
+        record = study(base, tokenizer, page.ids, settings, Place(out=memory))
         seconds = time.process_time() - began
         exchanges = load_exchanges(memory / EXCHANGES)
         held = join_exchanges(exchanges)
@@ -239,8 +253,8 @@ def repeat_study(
         "right_by_words": count_first(page, by_words),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": ended - began,
-        "kept": reading.studied["kept"],
-        "steps": reading.studied["steps"],
+        "kept": record.kept,
+        "steps": record.steps,
     }
 
 
@@ -488,14 +502,14 @@ def main() -> None:
     if arguments.seeds:
         method, options = parse_method(arguments.method)
         options |= {each: getattr(arguments, each) for each in ("exchanges", "passes", "anchor")}
-        options |= {"method": method, "study": True}
+        options["method"] = method
         for name in names:
             page, figures = load_page(tokenizer, name), done.setdefault(name, {"seeds": {}})
             if "asked" not in figures:
                 figures |= measure_retrieval(base, tokenizer, page)
             for seed in arguments.seeds.split(","):
                 if seed not in figures["seeds"]:
-                    settings = ReadingSettings(seed=int(seed), **options)
+                    settings = StudySettings(seed=int(seed), **options)
                     figures["seeds"][seed] = repeat_study(
                         base, tokenizer, page, settings, own_answers
                     )

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from locas_peft.reading import ReadingSettings, score
 from measuring import Clock, make_table
 from peft import get_peft_model
 from torch import nn
@@ -30,6 +29,7 @@ from torch.nn.functional import cosine_similarity
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, compress
 from locas_peft.bases import load_base
 from locas_peft.slots import nl_svd
+from locas_peft.stages import ReadSettings, complete, score
 from locas_peft.text import load_text, tokenize, unwrap
 from locas_peft.tuner import list_layers
 
@@ -46,29 +46,33 @@ def compression(load: Load) -> list[dict[str, Any]]:
     for name, rate in RATES.items():
         text = load(name, READ_TOKENS + PART_TOKENS)
         parts = {"read": text[READ_TOKENS - PART_TOKENS : READ_TOKENS], "next": text[READ_TOKENS:]}
-
-        def measure(memory: str, r: int, model: nn.Module) -> None:
-            frozen = copy.deepcopy(model).requires_grad_(False)
-            settings = ReadingSettings(method="none", **WINDOWS).complete()
-            figures = {
-                f"perplexity_{part}": score(frozen, ids, settings) for part, ids in parts.items()
-            }  # noqa: B023
-            rows.append({"backbone": name, "memory": memory, "r": r, **figures})  # noqa: B023
-
         base, _ = load_base(name)
-        measure("none", 0, base)
+        rows.append({"backbone": name, "memory": "none", "r": 0, **score_parts(base, parts)})
         model = get_peft_model(base, LocasConfig(r=64, output_scale="paper", scaling=64.0))
         for _ in TestTimeTrainer(model, learning_rate=rate, **WINDOWS).read(text[:READ_TOKENS]):
             pass
-        measure("as read", 64, model)
+        figures = score_parts(model, parts)
+        rows.append({"backbone": name, "memory": "as read", "r": 64, **figures})
         for method in ["refit"] if name == backbone.NAME else ["refit", "nlsvd"]:
             reduced = copy.deepcopy(model)
+            batches = None
+            if method == "refit":
+                batches = [parts["read"].view(-1, 512)]
             for r in (32, 16):
-                compress(
-                    reduced, r, batches=[parts["read"].view(-1, 512)] if method == "refit" else None
-                )
-                measure(method, r, reduced)
+                compress(reduced, r, batches=batches)
+                figures = score_parts(reduced, parts)
+                rows.append({"backbone": name, "memory": method, "r": r, **figures})
     return rows
+
+
+def score_parts(model: nn.Module, parts: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the perplexity of each part of a text, with a frozen copy of the model."""
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    settings = complete(ReadSettings(method="none", **WINDOWS))
+    figures = {}
+    for part, ids in parts.items():
+        figures[f"perplexity_{part}"] = score(frozen, ids, settings)
+    return figures
 
 
 def gradients(load: Load, tokens: int = 128) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from locas_peft import LocasConfig, LocasLayer, backbone
+from locas_peft import LocasConfig, backbone
 from locas_peft.text import python_reference, unwrap
+from locas_peft.tuner import clip_memories, list_layers
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument(
@@ -52,6 +53,8 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer.train()
 
-layers = [module for module in trainer.model.modules() if isinstance(module, LocasLayer)]
+# Each forward, save and merge clips the weights that it uses. They are read here without one.
+clip_memories(trainer.model)
+layers = list_layers(trainer.model)
 largest = max(layer.locas_down["default"].weight.norm(dim=0).max().item() for layer in layers)
 print(f"{len(layers)} memories, largest norm of a value {largest:.3f} (never above 1)")

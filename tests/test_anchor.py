@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from families import VOCABULARY, make_host
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import score
 from peft import get_peft_model
 from training import (
     SETTINGS,
@@ -24,6 +22,7 @@ from training import (
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.model import divergences
+from locas_peft.stages import ReadSettings, complete, score
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Anchor, OwnText, write_own_text
 
@@ -171,7 +170,7 @@ def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
     other = write_own_text(base, texts=4, tokens=160, seed=1).reshape(
         -1
     )  # not the anchor's: another seed
-    plain = ReadingSettings(method="none").complete()
+    plain = complete(ReadSettings(method="none"))
     untouched, unread = score(base, other, plain), score(base, book, plain)
     found = {}
     for name, steps in (

@@ -544,8 +544,8 @@ def test_what_happens_at_the_events_of_the_page(model, visitors, monkeypatch):
         next(page._ask(one, None, " ", [[], []]))
     steps = page._ask(one, "gone", "Who?", [[], []])
     with pytest.raises(ValueError, match="there is no memory 'gone'"):
-        for shown in steps:
-            pass
+        for step in steps:
+            shown = step
     assert shown[0] == "Who?", "the question stays in its field"
     page._rename(one, "lamp", "light")
     assert one.shelf.list() == ["light"]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from locas_peft.reading import ReadingSettings, memorize
 
 from locas_peft import backbone
+from locas_peft.stages import Place, ReadSettings, read
 from locas_peft.text import tokenize
 
 TEXT = " ".join(
@@ -52,8 +52,8 @@ def made(tmp_path_factory):
         (path / f"{name}.txt").write_text(text, encoding="utf-8")
     base, tokenizer = backbone.load()
     for name, readings in (("once", 1), ("often", 12)):
-        settings = ReadingSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
-        memorize(base, tokenize(tokenizer, TEXT * 3), settings, out=path / name)
+        settings = ReadSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
+        read(base, tokenize(tokenizer, TEXT * 3), settings, Place(out=path / name))
     return path
 
 
@@ -110,17 +110,17 @@ def test_memories_are_measured_beside_the_base(extraction, folder, capsys):
 
 def test_an_embedded_base_gets_the_text_as_it_was_read(extraction, folder, monkeypatch):
     (folder / "wrapped.txt").write_text((TEXT * 3).replace(" of ", "\nof "), encoding="utf-8")
-    read = []
+    texts = []
     monkeypatch.setattr(
         extraction,
         "measure_extraction",
-        lambda base, tokenizer, ids, *_: read.append(ids) or {"no memory": {}},
+        lambda base, tokenizer, ids, *_: texts.append(ids) or {"no memory": {}},
     )
     for name in ("wrapped", "text"):
         extraction.main(
             [f"{name}.txt", "--memory", "once", "--unread", "other.txt", "--device", "cpu"]
         )
-    assert torch.equal(*read)
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,36 @@ def protocol_f1(prediction: str, gold: str, category: int) -> float:
     return -f1(prediction, gold) if category == 5 else f1(prediction, gold)
 
 
-WORDS = ["The", "a", "and", "AN", "running", "ran", "runs,", "7", "May,", "2023", "dogs;", "dog's", "pottery-class,", "swimming", "Caroline's", "e.g.", "flies", "flying", "1,000", "psychology", "counselling", "certification", ";", ",", ".", "—", "café", "No"]
+WORDS = [
+    "The",
+    "a",
+    "and",
+    "AN",
+    "running",
+    "ran",
+    "runs,",
+    "7",
+    "May,",
+    "2023",
+    "dogs;",
+    "dog's",
+    "pottery-class,",
+    "swimming",
+    "Caroline's",
+    "e.g.",
+    "flies",
+    "flying",
+    "1,000",
+    "psychology",
+    "counselling",
+    "certification",
+    ";",
+    ",",
+    ".",
+    "—",
+    "café",
+    "No",
+]
 
 
 @pytest.mark.parametrize("category", [1, 2, 3, 4, 5])

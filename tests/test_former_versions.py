@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import make_host, make_model
-from locas_peft.reading.record import load_reading
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, backbone
 from locas_peft.library import Library
 from locas_peft.memories import describe_memory, load_memory
+from locas_peft.stages import ReadRecord, load_records
 from locas_peft.tuner import find_ffns
 
 FORMER = Path(__file__).parent / "fixtures" / "0.2.0"
@@ -83,7 +83,13 @@ def test_a_memory_of_0_2_0_says_what_its_tensors_say(folder, load, bases):
     with added(base, folder):
         expected = logits(base)
     assert not torch.allclose(expected, plain, atol=1e-3)
-    model = load(base, folder).eval()
+    with ExitStack() as stack:
+        if folder.name == "locas-mlp-ridge":
+            # Maps that 0.2.0 wrote have rows beyond the clip. A memory that loads with a warning
+            # must not change its function.
+            remark = "the memory has rows that are longer than its max_slot_norm of 1: it is loaded"
+            stack.enter_context(pytest.warns(UserWarning, match=f"^{remark}"))
+        model = load(base, folder).eval()
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -126,11 +132,11 @@ def test_a_library_of_0_2_0_opens(tmp_path):
 @pytest.mark.parametrize("folder", MEMORIES, ids=name_of)
 def test_the_record_of_a_reading_of_0_2_0_loads(folder):
     former = json.loads((folder / "reading.json").read_text())
-    reading = load_reading(folder)
-    assert (reading.settings.method.name, reading.perplexity) == (
-        former["method"],
-        former["perplexity"],
-    )
+    (record,) = load_records(folder)
+    assert isinstance(record, ReadRecord)
+    assert (record.method, record.perplexity) == (former["method"], former["perplexity"])
+    for name in ("r", "learning_rate", "window", "stride", "seed", "anchor"):
+        assert getattr(record.settings, name) == former[name], name
 
 
 def write_former_config(folder: Path, **fields) -> None:

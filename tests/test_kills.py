@@ -1,4 +1,4 @@
-"""A reading that is killed, at any file operation or moment, and resumed gives the memory of one that was not.
+"""A stage that is killed, at any file operation or moment, and resumed gives the memory of one that was not.
 
     pytest tests/test_kills.py                              # 10 kills
     LOCAS_KILLS=1000 pytest tests/test_kills.py -m slow     # ten minutes; 300 where the variable is not set
@@ -10,6 +10,7 @@ fraction of a second. A case is a seed: `run_case(campaign, 17, folder)` repeats
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -34,16 +35,14 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
-from locas_peft.reading.record import find_finished
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import memorize
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locas_peft import backbone, text
+from locas_peft import backbone, stages, text
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.memories.loading import describe_memory
 from locas_peft.selfstudy import Exchange
+from locas_peft.stages import AdapterSettings, Place, ReadSettings, StudySettings
 
 pytestmark = pytest.mark.skipif(
     not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
@@ -53,13 +52,18 @@ KILLS = 10
 FOLDER = "memory"
 TEXT = "The old man built a house of stone on the hill, and the river took it. " * 3
 GIVEN = [Exchange("Who built the house?", "The old man."), Exchange("What took it?", "The river.")]
-READING = {"window": 16, "stride": 8, "max_tokens": 40, "r": 4}
-STUDY = {**READING, "study": True, "passes": 2, "window": 64, "stride": 16}
-# "overwrite" replaces the memory of "earlier", which has a file more.
-VARIANTS = {
-    "earlier": {**STUDY, "r": 2}, "new": READING, "overwrite": READING,
-    "study": STUDY, "without checkpoints": READING,
+READING = ReadSettings(window=16, stride=8, max_tokens=40, r=4)
+STUDY = StudySettings(window=64, max_tokens=40, r=4, passes=2)
+# "overwrite" replaces the memory of "earlier", which has a file more; "after" goes on with it.
+VARIANTS: dict[str, AdapterSettings] = {
+    "earlier": dataclasses.replace(STUDY, r=2),
+    "new": READING,
+    "overwrite": READING,
+    "study": STUDY,
+    "after": ReadSettings(window=16, stride=8, max_tokens=40, r=2),
+    "without checkpoints": READING,
 }
+HAVE_EARLIER = ("overwrite", "after")
 TIMES = {
     "seconds",
     "tokens_per_second",
@@ -88,24 +92,19 @@ def load_base():
     return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
 
 
-def read(variant: str, folder: Path) -> None:
-    """Do what the command does with --resume, and with --overwrite where the folder holds another memory."""
-    base, tokenizer, settings = load_base(), load_tokenizer(), ReadingSettings(**VARIANTS[variant])
+def learn(variant: str, folder: Path) -> None:
+    """Do what a command does with --resume, and with --overwrite where the folder holds another memory."""
+    base, tokenizer, settings = load_base(), load_tokenizer(), VARIANTS[variant]
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    settings, input_ids = settings.complete(base), text.tokenize(tokenizer, TEXT)
-    options = {"tokenizer": tokenizer, "exchanges": GIVEN} if settings.study else {}
-    try:
-        finished, way = (
-            find_finished(folder, settings, input_ids, options.get("exchanges")),
-            "resume",
-        )
-    except ValueError as error:
-        assert str(error).endswith("give --overwrite"), error
-        finished, way = None, "overwrite"
-    if finished is None:
-        if variant != "without checkpoints":
-            options |= {"checkpoint_dir": folder / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
-        memorize(base, input_ids, settings, out=folder, **{way: True}, **options)
+    place = Place(out=folder, checkpoint_seconds=0, resume=True, overwrite=variant == "overwrite")
+    if variant != "without checkpoints":
+        place = dataclasses.replace(place, checkpoint_dir=folder / CHECKPOINT_FOLDER)
+    input_ids = text.tokenize(tokenizer, TEXT)
+    start = folder if variant == "after" else None
+    if isinstance(settings, StudySettings):
+        stages.study(base, tokenizer, input_ids, settings, place, exchanges=GIVEN)
+    else:
+        stages.read(base, input_ids, settings, place, tokenizer=tokenizer, start=start)
     assert base.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
 
@@ -119,12 +118,13 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
             changes = arguments[2] & WRITES
         else:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "fsync")
+        if not changes:
+            return
         # `shutil.rmtree` names files relative to an open folder.
-        if changes and (
-            str(arguments[0]).startswith(str(root)) or arguments[-1] not in (-1, arguments[0])
-        ):
-            if next(operations) == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+        is_relative = arguments[-1] not in (-1, arguments[0])
+        is_ours = str(arguments[0]).startswith(str(root)) or is_relative
+        if is_ours and next(operations) == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def flush(file: int) -> None:
         count("fsync", (root, file))  # no audit event tells of it
@@ -136,7 +136,7 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
 
 
 def serve(
-    connection: Connection, act: Callable[[str, Path], None] = read, first: str = "earlier"
+    connection: Connection, act: Callable[[str, Path], None] = learn, first: str = "earlier"
 ) -> None:
     """Fork a reading, or another act, for each request; answer with its exit status and its changes of files."""
     torch.set_num_threads(1)  # a process with more of them cannot be forked
@@ -196,9 +196,9 @@ class Campaign:
         return operations
 
     def prepare(self, variant: str, parent: Path) -> Path:
-        """Return the path of the memory's folder, which holds an earlier memory and another file for "overwrite"."""
+        """Return the path of the memory's folder, which may hold an earlier memory and another file."""
         parent.mkdir()
-        if variant == "overwrite":
+        if variant in HAVE_EARLIER:
             shutil.copytree(self.earlier, parent / FOLDER)
             (parent / FOLDER / "notes.txt").write_text("mine")
         return parent / FOLDER
@@ -209,13 +209,13 @@ class Campaign:
             describe_memory(memory)
         except ValueError as error:
             assert str(error).startswith("memory must be a folder that holds a memory"), error
-            assert variant != "overwrite", "the earlier memory is lost"
+            assert variant not in HAVE_EARLIER, "the earlier memory is lost"
             return
         found, earlier, new = contents(memory), contents(self.earlier), self.contents_after(variant)
-        files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "reading.json")
+        files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "record.json")
         wholes = [
             [whole[name] for name in files]
-            for whole in ((new, earlier) if variant == "overwrite" else (new,))
+            for whole in ((new, earlier) if variant in HAVE_EARLIER else (new,))
         ]
         assert [found.get(name) for name in files] in wholes, f"{variant}: the memory is mixed"
 
@@ -260,7 +260,7 @@ def started(
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory):
-    with started(Campaign, read, list(VARIANTS), tmp_path_factory) as campaign:
+    with started(Campaign, learn, list(VARIANTS), tmp_path_factory) as campaign:
         yield campaign
 
 
@@ -270,7 +270,7 @@ def contents(folder: Path) -> dict[str, object]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         found[name] = path.read_bytes() if path.is_file() else None
-        if path.name == "reading.json":
+        if path.name == "record.json":
             found[name] = without_times(json.loads(found[name]))
         elif path.name == "README.md":
             found[name] = [line for line in found[name].splitlines() if not line.endswith(b" s |")]
@@ -280,6 +280,8 @@ def contents(folder: Path) -> dict[str, object]:
 def without_times(value: object) -> object:
     if isinstance(value, dict):
         return {name: without_times(item) for name, item in value.items() if name not in TIMES}
+    if isinstance(value, list):
+        return [without_times(item) for item in value]
     return value
 
 
@@ -318,7 +320,7 @@ def list_differences(found: dict[str, object], whole: dict[str, object]) -> list
         for name in {**whole, **found}
         if found.get(name, "absent") != whole.get(name, "absent")
     ]
-    here, there = (value.get(f"{FOLDER}/reading.json", {}) for value in (found, whole))
+    here, there = (value.get(f"{FOLDER}/record.json", {}) for value in (found, whole))
     return names + [f"{key} {value!r}" for key, value in here.items() if value != there.get(key)]
 
 
@@ -352,4 +354,5 @@ def test_the_kills_reach_every_kind_of_file(campaign):
     assert {variant for variant, _ in campaign.operations} == {*VARIANTS} - {"earlier"}
     assert len(campaign.operations) > 80
     assert f"{FOLDER}/exchanges.jsonl" in campaign.whole["study"]
+    assert f"{FOLDER}/exchanges.jsonl" in campaign.whole["after"]
     assert f"{FOLDER}/exchanges.jsonl" not in campaign.whole["overwrite"]

@@ -16,20 +16,19 @@ import signal
 from pathlib import Path
 
 import pytest
-from locas_peft.reading import ReadingSettings
 from test_kills import FOLDER, Campaign, contents, run_kills, started
 
 from locas_peft import backbone
 from locas_peft.library import Library
 from locas_peft.memories import FILES, describe_memory
 from locas_peft.selfstudy import Exchange
+from locas_peft.stages import StudySettings
 
 pytestmark = pytest.mark.skipif(
     not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
 )
 
-SHORT = {"r": 2, "window": 64, "stride": 16, "max_tokens": 40, "anchor": 0.0}
-SETTINGS = ReadingSettings(**SHORT, study=True, passes=1)
+SETTINGS = StudySettings(r=2, window=64, max_tokens=40, anchor=0.0, passes=1)
 NAMES = ("one", "two", "three")
 CHANGED = {"add": "four", "go on": "one", "forget": "two"}
 """What is done, and the memory that it makes, replaces or deletes."""

@@ -157,7 +157,7 @@ def test_damaged_memories(memory, tmp_path):
     nothing = tmp_path / "nothing"
     message = (
         f"memory must be a folder that holds a memory, got {str(nothing)!r}, no folder: "
-        "make one with `locas memorize TEXT --out DIR`"
+        "make one with `locas read TEXT --out DIR`"
     )
     with pytest.raises(ValueError) as raised:
         loading.describe_memory(nothing)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import score
 
 from locas_peft import backbone, text
+from locas_peft.stages import ReadSettings, complete, score
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--window", "32", "--stride", "16"]
@@ -121,7 +120,7 @@ def test_times_without_their_memory_are_shown(pg19, tmp_path, monkeypatch, call,
 
 def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
     rows = sys.modules["pg19_rows"]
-    common = ReadingSettings(method="none", window=1024)
+    common = ReadSettings(method="none", window=1024)
     kept = pg19.keep_what_fits(backbone.load()[0], rows.TABLES["headline"].rows, common)
     assert {row.name for row in rows.TABLES["headline"].rows} - {row.name for row in kept} == {
         rows.LONG.name
@@ -135,10 +134,10 @@ def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
     timing, base = sys.modules["pg19_timing"], backbone.load()[0]
 
     def count(method="none", window=512, stride=256, context="cache", **given):
-        settings = ReadingSettings(
+        settings = ReadSettings(
             method=method, window=window, stride=stride, context=context, **given
         )
-        return timing.count_chunks(base, settings.complete())
+        return timing.count_chunks(base, complete(settings))
 
     assert count() == 3  # 255 + 3 * 256 = 1,023 of 1,024 positions
     assert count(context="recompute") == 1
@@ -283,25 +282,24 @@ def test_the_mean_over_documents_is_weighted_by_tokens(pg19):
 
 def test_rows_are_read_with_the_settings_that_they_name(pg19):
     rows = sys.modules["pg19_rows"]
-    common = ReadingSettings(method="none", window=64, stride=16)
+    common = ReadSettings(method="none", window=64, stride=16)
     found = {
         row.name: row.settings(common, seed=2, max_tokens=80)
         for row in rows.TABLES["headline"].rows
     }
     assert len(found) == len(rows.TABLES["headline"].rows)
     assert all(
-        (value.training.stride, value.max_tokens, value.seed) == (16, 80, 2)
-        for value in found.values()
+        (value.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values()
     )
-    assert found["long, 4 windows"].training.window == 256
-    assert [found[name].training.context for name in ("none, recompute", "none, cache")] == [
+    assert found["long, 4 windows"].window == 256
+    assert [found[name].context for name in ("none, recompute", "none, cache")] == [
         "recompute",
         "cache",
     ]
     published = found["lora@64, recompute"]
-    assert (published.training.context, published.method.r) == ("recompute", 64)
-    assert found["locas-glu@64, upper layers"].method.layers_to_transform == "upper"
-    assert [found[name].method.scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [
+    assert (published.context, published.r) == ("recompute", 64)
+    assert found["locas-glu@64, upper layers"].layers_to_transform == "upper"
+    assert [found[name].scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [
         1.0,
         64.0,
     ]
@@ -387,7 +385,7 @@ def test_memory_is_measured_in_processes_of_their_own(pg19, books, tmp_path):
     rows, timing = sys.modules["pg19_rows"], sys.modules["pg19_timing"]
     load = partial(sys.modules["measuring"].load_shape, "tiny", "float32", "cpu")
     ids = torch.randint(0, 512, (400,), generator=torch.Generator().manual_seed(0))
-    common = ReadingSettings(method="none", window=32, stride=16)
+    common = ReadSettings(method="none", window=32, stride=16)
     found = timing.measure_memory(load, [rows.NONE, rows.lora(64)], common, ids)
     assert found["lora@64"]["peak_bytes"] > found["none, cache"]["peak_bytes"] >= 0
 
@@ -407,7 +405,7 @@ def test_the_first_block_is_one_table_of_the_command(call, fail, books, tmp_path
     ids = text.tokenize(
         tokenizer, text.unwrap((books / "3649.txt").read_text(encoding="utf-8")), 100
     )
-    settings = ReadingSettings(method="none", window=32, stride=16, context="cache").complete()
+    settings = complete(ReadSettings(method="none", window=32, stride=16, context="cache"))
     expected = score(base.requires_grad_(False), ids, settings)
     assert table["results"][2]["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert [row["extra_parameters"] for row in table["results"]] == [0, 0, 0, 1_572_864]

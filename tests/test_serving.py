@@ -29,22 +29,15 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def memories(tmp_path_factory):
-    """The folders of two memories of SmolLM2 of different widths."""
-    home = tmp_path_factory.mktemp("memories")
-    for name, (folder, r) in PAGES.items():
-        options = f"--model smollm2 --dtype float32 --device cpu --r {r} --window 128 --readings 4 --anchor 0"
-        command = [
-            sys.executable,
-            "-m",
-            "locas_peft",
-            "memorize",
-            folder / f"{name}.txt",
-            "--out",
-            home / name,
-        ]
+def library(tmp_path_factory):
+    """A library of two memories of SmolLM2, of different widths."""
+    folder = tmp_path_factory.mktemp("library")
+    options = "--model smollm2 --dtype float32 --device cpu --window 128 --readings 4 --anchor 0"
+    for name, (texts, r) in PAGES.items():
+        command = [sys.executable, "-m", "locas_peft", "read", texts / f"{name}.txt"]
+        command += ["--library", folder, "--name", name, "--r", str(r)]
         subprocess.run([*command, *options.split()], check=True)
-    return [home / name for name in PAGES]
+    return folder
 
 
 def run_example(name: str, *arguments) -> dict:
@@ -57,57 +50,18 @@ def run_example(name: str, *arguments) -> dict:
 @pytest.mark.skipif(
     "LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM"
 )
-def test_vllm_answers_each_request_with_its_memory(memories):
-    found = run_example("vllm_server.py", *memories)
-    assert found["prompts"] == 20 and found["removed"]
+def test_vllm_answers_each_request_with_its_memory(library):
+    found = run_example("vllm_server.py", library)
+    assert found["prompts"] == 20 and found["removed"] and found["refused"]
     assert found["same"] == {"base": 20, "lighthouse": 20, "bee": 20}
     assert all(found["differ_from_base"][name] >= 10 for name in PAGES)
 
 
 @pytest.mark.skipif(
-    "LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM"
-)
-def test_vllm_serves_a_library_by_name(tmp_path):
-    """That python has this package too. One slot for two memories: each, and the base, is answered as alone."""
-    locas = [sys.executable, "-m", "locas_peft"]
-    for name in ("lighthouse", "bee", "forgotten"):
-        text = PAGES.get(name, PAGES["bee"])[0] / f"{'bee' if name == 'forgotten' else name}.txt"
-        options = ["--r", "8", "--window", "64", "--stride", "32", "--anchor", "0", "--readings", "4", "--device", "cpu"]
-        command = [
-            *locas,
-            "memorize",
-            text,
-            "--library",
-            tmp_path / "users",
-            "--name",
-            name,
-            *options,
-        ]
-        subprocess.run(command, check=True)
-    export = [
-        *locas,
-        "export",
-        tmp_path / "users" / "bee",
-        "--base-only",
-        "--dtype",
-        "float32",
-        "--out",
-        tmp_path / "served",
-    ]
-    subprocess.run(export, check=True)
-    options = ["--max-loras", "1", "--max-lora-rank", "8", "--forget"]
-    found = run_example(
-        "vllm_library.py", tmp_path / "users", tmp_path / "served" / "base", *options
-    )
-    assert (found["same"], found["of"], found["refused"]) == (3, 3, [True] * 4)
-    assert found["differ_from_base"] >= 1
-
-
-@pytest.mark.skipif(
     not any(map(shutil.which, CONVERTERS)), reason="llama.cpp's converter is not on the PATH"
 )
-def test_llama_cpp_answers_with_the_merged_memory(memories):
+def test_llama_cpp_answers_with_the_merged_memory(library):
     pytest.importorskip("xllamacpp")
-    found = run_example("llama_cpp.py", memories[0])
+    found = run_example("llama_cpp.py", library / "lighthouse")
     assert (found["prompts"], found["same"]) == (20, 20)
     assert found["differ_from_base"] >= 10

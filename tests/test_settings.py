@@ -6,10 +6,18 @@ import math
 
 import pytest
 from families import make_host
-from locas_peft.reading import METHODS, PRESETS, CompleteSettings, ReadingSettings, complete_all
-from locas_peft.reading.settings import FIELDS
 
-from locas_peft import backbone
+from locas_peft import backbone, stages
+from locas_peft.stages import (
+    METHODS,
+    PRESETS,
+    ReadSettings,
+    StudySettings,
+    choose_values,
+    complete_all,
+    for_base,
+)
+from locas_peft.stages.complete import training_settings
 from locas_peft.ttt import TrainingSettings
 from locas_peft.tuner import STRATEGIES
 
@@ -17,8 +25,8 @@ LAYERS = "be 'upper' or a list of different layer indices from 0 on, got {got}: 
 RATE = "give one, 1e-3 say; to read without learning, give the model without its adapter"
 
 
-def complete(method: str, preset: str = "tuned", **given) -> CompleteSettings:
-    return ReadingSettings(method=method, preset=preset, **given).complete()
+def complete(method: str, preset: str = "tuned", **given) -> ReadSettings:
+    return stages.complete(ReadSettings(method=method, preset=preset, **given))
 
 
 def expand(table):
@@ -71,12 +79,6 @@ READING = [
         "memo",
     ),
     ("preset", ValueError, "be one of paper, tuned, got {got}: choose one of them", "best"),
-    (
-        "init",
-        ValueError,
-        f"be one of {', '.join(STRATEGIES)}, got {{got}}: choose one of them",
-        "zero",
-    ),
     ("update", ValueError, "be one of bp, nlsvd, ridge, got {got}: choose one of them", "sgd"),
     ("r", ValueError, "be at least 1, got {got}: raise it", 0),
     ("max_tokens", ValueError, "be at least 2, got {got}: raise it", 1),
@@ -99,22 +101,58 @@ READING = [
 @pytest.mark.parametrize(("field", "value", "error", "message"), expand(TRAINING), ids=str)
 def test_values_out_of_range_are_named_also_where_they_are_given(field, value, error, message):
     given = {"window": 16, "stride": 8, "learning_rate": 0.02}
-    for cls in (TrainingSettings, ReadingSettings) if value is not None else (TrainingSettings,):
+    for cls in (TrainingSettings, ReadSettings) if value is not None else (TrainingSettings,):
         with pytest.raises(error) as caught:
             cls(**given | {field: value})
         assert str(caught.value) == message
-    if value is None:  # not given
-        assert (
-            ReadingSettings(**given, readings=None).complete().training
-            == ReadingSettings(**given).complete().training
-        )
 
 
 @pytest.mark.parametrize(("field", "value", "error", "message"), expand(READING), ids=str)
 def test_a_readings_values_out_of_range_are_named(field, value, error, message):
     with pytest.raises(error) as caught:
-        ReadingSettings(**{field: value})
+        ReadSettings(**{field: value})
     assert str(caught.value) == message
+    if field not in ("preset", "update"):
+        with pytest.raises(error) as caught:
+            StudySettings(**{field: value})
+        assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("field", ["window", "exchanges", "passes"])
+def test_a_studys_values_out_of_range_are_named(field):
+    with pytest.raises(ValueError, match=f"^{field} must be at least 1, got 0: raise it$"):
+        StudySettings(**{field: 0})
+    with pytest.raises(
+        TypeError, match=f"^{field} must be an int, got float: give a whole number$"
+    ):
+        StudySettings(**{field: 1.0})
+
+
+@pytest.mark.parametrize("settings_class", [ReadSettings, StudySettings])
+@pytest.mark.parametrize("method", ["locas-glu", "locas-mlp"])
+def test_a_strategy_that_does_not_exist_is_named_before_a_base_is_needed(settings_class, method):
+    with pytest.raises(ValueError) as caught:
+        choose_values(settings_class(method=method, init="zero"))
+    names = ", ".join(STRATEGIES)
+    assert str(caught.value) == f"init must be one of {names}, got 'zero': choose one of them"
+
+
+def test_a_study_needs_an_adapter_that_is_trained():
+    message = (
+        "^a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say$"
+    )
+    with pytest.raises(ValueError, match=message):
+        choose_values(StudySettings(method="none"))
+
+
+@pytest.mark.parametrize(("method", "rate"), [("locas-glu", 6e-3), ("lora", 1.5e-3)])
+def test_a_study_has_values_of_its_own(method, rate):
+    study = stages.complete(StudySettings(method=method))
+    assert study.learning_rate == pytest.approx(rate)
+    assert (study.r, study.window, study.exchanges, study.passes) == (64, 512, None, None)
+    assert stages.complete(study) == study
+    with pytest.raises(TypeError):
+        StudySettings(stride=8)
 
 
 @pytest.mark.parametrize(
@@ -155,73 +193,48 @@ def test_a_gated_memory_is_not_written_slot_by_slot():
     ):
         complete("locas-glu", update="nlsvd")
     ridge = complete("locas-glu", update="ridge")
-    assert ridge.training.learning_rate is ridge.method.anchor is ridge.method.anchor_every is None
+    assert ridge.learning_rate is ridge.anchor is ridge.anchor_every is None
     joined = complete("locas-glu", update="ridge", learning_rate=2e-3)
-    assert (joined.training.learning_rate, joined.training.decay_steps, joined.method.anchor) == (
-        2e-3,
-        100,
-        0.3,
-    )
+    assert (joined.learning_rate, joined.decay_steps, joined.anchor) == (2e-3, 100, 0.3)
 
 
 def test_presets_fill_in_what_is_not_given():
     tuned, paper = complete("locas-glu", r=16), complete("locas-glu", "paper", r=16)
-    assert (tuned.training.learning_rate, paper.training.learning_rate) == (4e-3, 4e-3)
-    assert (tuned.method.scaling, tuned.method.init, tuned.method.anchor, tuned.method.anchor_every) == (
+    assert (tuned.learning_rate, paper.learning_rate) == (4e-3, 4e-3)
+    assert (tuned.scaling, tuned.init, tuned.anchor, tuned.anchor_every) == (
         1.0, "topk", 0.3, 4,
     )  # fmt: skip
-    assert (paper.method.scaling, paper.method.init, paper.method.anchor) == (1.0, "topk", None)
-    assert (tuned.method.output_scale, paper.method.output_scale) == ("measured", "paper")
-    decay_steps = [each.training.decay_steps for each in (tuned, paper, complete("lora"))]
+    assert (paper.scaling, paper.init, paper.anchor) == (1.0, "topk", None)
+    assert (tuned.output_scale, paper.output_scale) == ("measured", "paper")
+    decay_steps = [each.decay_steps for each in (tuned, paper, complete("lora"))]
     assert decay_steps == [100, 0, 100]
-    assert complete("locas-glu", decay_steps=0).training.decay_steps == 0
-    assert complete("locas-mlp", "paper", r=16).method.scaling == 16.0
-    assert complete("locas-glu", scaling=2.5).method.scaling == 2.5
+    assert complete("locas-glu", decay_steps=0).decay_steps == 0
+    assert complete("locas-mlp", "paper", r=16).scaling == 16.0
+    assert complete("locas-glu", scaling=2.5).scaling == 2.5
     lora, none = complete("lora"), complete("none")
-    assert (lora.method.r, lora.training.learning_rate, lora.method.anchor) == (64, 1e-3, None)
-    assert (none.method.r, none.training.learning_rate, none.method.anchor) == (None, None, None)
+    assert (lora.r, lora.learning_rate, lora.anchor) == (64, 1e-3, None)
+    assert (none.r, none.learning_rate, none.anchor) == (None, None, None)
 
 
 def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
-    lora, none, study = (
-        complete("lora").to_json(),
-        complete("none").to_json(),
-        complete("lora", study=True).to_json(),
-    )
-    assert tuple(lora) == tuple(none) == FIELDS
+    lora = vars(complete("lora"))
+    none = vars(complete("none"))
+    assert tuple(lora) == tuple(none)
     assert (lora["method"], lora["r"], lora["init"], lora["scaling"]) == ("lora", 64, None, None)
     without_meaning = ("r", "learning_rate", "decay_steps", "init", "scaling")
     assert {none[name] for name in without_meaning} == {None}
-    assert (
-        lora["study"],
-        lora["exchanges"],
-        study["study"],
-        study["exchanges"],
-        study["passes"],
-    ) == (
-        False,
-        None,
-        True,
-        None,
-        None,
-    )
-    assert complete("locas-mlp", "paper", update="nlsvd").to_json()["decay_steps"] is None
+    assert vars(complete("locas-mlp", "paper", update="nlsvd"))["decay_steps"] is None
 
 
 def test_what_a_written_memory_does_not_use_is_left_out():
     bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
     topk = complete("locas-mlp")
-    assert (
-        (bp.method.init, bp.method.update) == ("write", "bp")
-        and bp.training.learning_rate
-        and bp.method.epsilon
-    )
-    assert nlsvd.training.learning_rate is None and nlsvd.method.epsilon
-    method = topk.method
-    assert topk.training.learning_rate and (
-        method.update,
-        method.epsilon,
-        method.slots_per_chunk,
+    assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
+    assert nlsvd.learning_rate is None and nlsvd.epsilon
+    assert topk.learning_rate and (
+        topk.update,
+        topk.epsilon,
+        topk.slots_per_chunk,
     ) == (
         None,
         None,
@@ -235,29 +248,31 @@ def test_what_a_written_memory_does_not_use_is_left_out():
 def test_complete_settings_are_complete(method, preset, given):
     given = given if method != "none" else {}
     settings = complete(method, preset, **given)
-    assert settings.complete() == settings == ReadingSettings(**settings.to_json()).complete()
-    training = settings.training
+    assert stages.complete(settings) == settings
+    assert (settings.window, settings.stride, settings.context) == (512, 256, "cache")
+    training = training_settings(settings)
     assert (training.window, training.stride, training.context) == (512, 256, "cache")
-    assert settings.to_json()["anchor_every"] == (4 if settings.method.anchor else None)
-    assert METHODS[method].presets.keys() == set(PRESETS)
+    assert training.learning_rate == settings.learning_rate
+    assert settings.anchor_every == (4 if settings.anchor else None)
+    assert METHODS[method].reading.keys() == set(PRESETS)
 
 
 def test_window_stride_and_context_suit_the_base():
     base = make_host("llama")  # 64 positions
-    named, default = ReadingSettings(model="mine"), ReadingSettings()
+    named, default = ReadSettings(model="mine"), ReadSettings()
     assert [
-        getattr(named.complete(base).training, name) for name in ("window", "stride", "context")
+        getattr(stages.complete(named, base), name) for name in ("window", "stride", "context")
     ] == [
         64,
         32,
         "cache",
     ]
     assert (
-        named.complete(make_host("lfm2")).training.context == "recompute"
+        stages.complete(named, make_host("lfm2")).context == "recompute"
     )  # its layers also keep other state
-    assert named.complete(backbone.load()[0]).training.window == 2048
-    assert default.complete(base).training.window == 64
-    given = ReadingSettings(model="mine", window=20, context="cache").complete(base).training
+    assert stages.complete(named, backbone.load()[0]).window == 2048
+    assert stages.complete(default, base).window == 64
+    given = stages.complete(ReadSettings(model="mine", window=20, context="cache"), base)
     assert (given.window, given.stride, given.context) == (20, 10, "cache")
 
 
@@ -265,16 +280,16 @@ def test_window_stride_and_context_suit_the_base():
 
 
 def test_each_method_uses_the_values_that_it_has():
-    given = ReadingSettings(r=8, scaling=2.0, window=64)
+    given = ReadSettings(r=8, scaling=2.0, window=64)
     completed = complete_all(given, ["none", "lora@16:2e-3", "lora", "locas-glu:1e-3"])
     assert list(completed) == ["none", "lora@16-lr2e-3", "lora", "locas-glu-lr1e-3"]
     none, wide, lora, locas = completed.values()
-    assert [settings.training.window for settings in completed.values()] == [64] * 4
-    assert (none.method.name, none.method.r) == ("none", None)
-    assert (wide.method.name, wide.method.r, wide.training.learning_rate) == ("lora", 16, 2e-3)
-    assert (lora.method.r, lora.training.learning_rate) == (8, 1e-3)
-    assert (locas.method.r, locas.training.learning_rate, locas.method.scaling) == (8, 1e-3, 2.0)
-    assert locas == ReadingSettings(r=8, scaling=2.0, window=64, learning_rate=1e-3).complete()
+    assert [settings.window for settings in completed.values()] == [64] * 4
+    assert (none.method, none.r) == ("none", None)
+    assert (wide.method, wide.r, wide.learning_rate) == ("lora", 16, 2e-3)
+    assert (lora.r, lora.learning_rate) == (8, 1e-3)
+    assert (locas.r, locas.learning_rate, locas.scaling) == (8, 1e-3, 2.0)
+    assert locas == stages.complete(ReadSettings(r=8, scaling=2.0, window=64, learning_rate=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -314,25 +329,12 @@ def test_each_method_uses_the_values_that_it_has():
 )
 def test_values_and_methods_that_do_not_fit_are_refused(given, methods, message):
     with pytest.raises(ValueError) as caught:
-        complete_all(ReadingSettings(**given), methods)
+        complete_all(ReadSettings(**given), methods)
     assert str(caught.value) == message
 
 
 def test_the_settings_of_the_base_have_the_same_windows_and_no_adapter():
-    settings = ReadingSettings(
-        method="locas-glu",
-        window=64,
-        stride=16,
-        context="cache",
-        readings=2,
-        study=True,
-    ).complete()
-    base = settings.for_base(window=128)
-    training = base.training
-    assert (training.window, training.stride, training.context) == (128, 16, "cache")
-    assert (base.method.name, training.learning_rate, training.readings, base.study) == (
-        "none",
-        None,
-        1,
-        None,
-    )
+    settings = complete("locas-glu", window=64, stride=16, context="cache", readings=2, seed=3)
+    base = for_base(settings)
+    assert (base.window, base.stride, base.context, base.seed) == (64, 16, "cache", 3)
+    assert (base.method, base.learning_rate, base.readings, base.r) == ("none", None, 1, None)

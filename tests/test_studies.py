@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import score
 from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
@@ -28,11 +27,12 @@ from locas_peft.evaluation import (
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.runs import Run, summarize_reading
+from locas_peft.evaluation.runs import Run, summarize_stage
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
-from locas_peft.progress import follow
+from locas_peft.progress import follow_steps
 from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.stages import ReadSettings, complete, score
 from locas_peft.ttt.chunks import Chunk
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
@@ -315,8 +315,6 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
     args += [
         "--window",
         "256",
-        "--stride",
-        "64",
         "--r",
         "4",
         "--device",
@@ -328,15 +326,25 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
         *args, "--study", "--exchanges", "1", "--conversations", "talk-1", "--no-wrong-memory"
     )
     assert code == 0, err
-    (taught,) = read(tmp_path / "o/locomo.json")["teachings"]["locas-glu"].values()
-    assert taught["studied"]["asked"] >= taught["studied"]["passages"] > 0
-    assert read(tmp_path / "o/locomo.json")["methods"]["none"]["study"] is False
+    figures = read(tmp_path / "o/locomo.json")
+    (taught,) = figures["teachings"]["locas-glu"].values()
+    assert taught["asked"] >= taught["kept"] > 0
+    used = figures["methods"]["locas-glu"]
+    assert (used["exchanges"], used["window"], used["r"]) == (1, 256, 4)
+    assert "exchanges" not in figures["methods"]["none"]
+    made = read(tmp_path / "o/locomo/memories/locas-glu/talk-1.json")
+    assert made["stage"] == "study" and made["asked"] >= made["passages"] > 0
+    code, _, err = run(*args, "--study", "--stride", "64")
+    assert code == 2 and "--stride has no meaning for a study, got 64: leave it out" in err
     code, _, err = run("perplexity", "book.txt", "--study", "--out", "p")
     assert code != 0 and "--study" in err
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = [*["forgetting", "book.txt", "--unread", "other.txt", "--own-answers", "--out", "o"], *FAST]
+    args = [
+        *["forgetting", "book.txt", "--unread", "other.txt", "--own-answers", "--out", "o"],
+        *FAST,
+    ]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
@@ -422,21 +430,20 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(
     path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
     args += ["--unread", "other.txt"] if command == "forgetting" else []
     assert run(*args, "--out", "whole")[0] == 0
-    memorize, begun = runs.memorize, []
+    read_text, begun = runs.read, []
 
-    def stopped(base, ids, settings, *, on_chunk, **options):
+    def stopped(base, ids, settings, place, *, on_step, **options):
         def on_each(chunk):
             begun.append(chunk.index)
-            on_chunk(chunk)
+            on_step(chunk)
             if len(begun) == 3:
                 raise KeyboardInterrupt
 
-        stop_there = on_each if settings.method.name != "none" else on_chunk
-        return memorize(
-            base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0}
-        )
+        stop_there = on_each if settings.method != "none" else on_step
+        place = replace(place, checkpoint_seconds=0.0)
+        return read_text(base, ids, settings, place, on_step=stop_there, **options)
 
-    monkeypatch.setattr(runs, "memorize", stopped)
+    monkeypatch.setattr(runs, "read", stopped)
     assert run(*args, "--out", "parts")[0] == 130
     result = tmp_path / "parts" / command / path
     assert (result.with_suffix("") / "checkpoint").exists() and not result.exists()
@@ -450,7 +457,10 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(
 
 def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
     args = ["perplexity", "book.txt", "--method", "locas-glu", "--out", "o", *FAST]
-    memorize, folder = runs.memorize, tmp_path / "o/perplexity/locas-glu"
+    read_text, folder = runs.read, tmp_path / "o/perplexity/locas-glu"
+
+    def read_with_checkpoints(base, ids, settings, place, **options):
+        return read_text(base, ids, settings, replace(place, checkpoint_seconds=0.0), **options)
 
     def stop_at_the_result(path, value):
         if path.name == "book.json":
@@ -458,11 +468,7 @@ def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
         write_json(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            runs,
-            "memorize",
-            lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0),
-        )
+        patch.setattr(runs, "read", read_with_checkpoints)
         patch.setattr(units, "write_json", stop_at_the_result)
         assert run(*args)[0] == 130
     assert [path.name for path in folder.iterdir()] == ["book"]
@@ -505,15 +511,15 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
     base.requires_grad_(False)
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
-    settings = ReadingSettings(method=method, window=32, stride=16, r=4, readings=2).complete()
-    unit = Run(base, tokenizer, {}, tmp_path).reading(ids, settings, tmp_path / "memory.json")
+    settings = complete(ReadSettings(method=method, window=32, stride=16, r=4, readings=2))
+    unit = Run(base, tokenizer, {}, tmp_path).learning(ids, settings, tmp_path / "memory.json")
     run_units([unit])
-    found = summarize_reading(load_json(unit.path))
+    found = summarize_stage(load_json(unit.path))
     assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
     assert found["scored_tokens"] == 2 * (len(ids) - 1) and found["parameters"] > 0
-    stamp = (tmp_path / "memory" / "reading.json").stat().st_mtime_ns
+    stamp = (tmp_path / "memory" / "record.json").stat().st_mtime_ns
     run_units([unit])
-    assert (tmp_path / "memory" / "reading.json").stat().st_mtime_ns == stamp
+    assert (tmp_path / "memory" / "record.json").stat().st_mtime_ns == stamp
     with memory_attached(base, tmp_path / "memory") as model, torch.no_grad():
         changed = model(ids.unsqueeze(0)).logits
         assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -525,10 +531,16 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
 
 def test_progress_begins_anew_with_each_reading():
     shown = []
-    on_chunk = follow(lambda steps, note="": shown.append((steps, note)))
+
+    def progress(label, total):
+        shown.append((label, total))
+        return lambda steps, note="": shown.append((steps, note))
+
+    on_step = follow_steps(progress, "reading", 30)
     for reading, nll_nats in ((0, 20.0), (0, 40.0), (1, 0.0)):
-        on_chunk(Chunk(0, 0, 10, 10, nll_nats, 2.0, True, reading))
+        on_step(Chunk(0, 0, 10, 10, nll_nats, 2.0, True, reading))
     assert shown == [
+        ("reading", 30),
         (10, "perplexity 7.39, 5 tokens/s"),
         (10, "perplexity 20.09, 5 tokens/s"),
         (10, "perplexity 1.00, 5 tokens/s"),
@@ -548,7 +560,7 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
 
         units = []
         for name, ids in texts.items():
-            reading = run.reading(ids, settings, folder / "memories" / f"{name}.json")
+            reading = run.learning(ids, settings, folder / "memories" / f"{name}.json")
             units.append(
                 Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading)
             )
@@ -560,9 +572,8 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
         tokenizer(text, return_tensors="pt")["input_ids"][0]
         for text in (BOOK, BOOK * 3, "He came. " * 30)
     )
-    settings = ReadingSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0).complete(
-        base
-    )
+    given = ReadSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0)
+    settings = complete(given, base)
     texts = dict(zip(("own", "other"), texts, strict=True))
     found = run_transfer(texts)
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)

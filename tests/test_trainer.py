@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from families import FAMILIES, VOCABULARY, make_host
-from locas_peft.reading.resuming import restore
 from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from training import (
     CONTEXTS,
@@ -17,6 +16,7 @@ from training import (
     assert_same,
     make_ids,
     make_model,
+    make_run,
     make_trainer,
     read,
     resume,
@@ -674,20 +674,17 @@ def test_another_text_is_refused(tmp_path):
     next(trainer.read(ids))
     save(trainer, tmp_path)
     digest, other_digest = digest_ids(ids), digest_ids(other)
-    message = "input_ids must be the document begun {} (sha256 {}), got another one ({}): {}"
-    begun = (
-        "here",
-        digest[:12],
-        other_digest[:12],
-        "call rewind() first, or make a new TestTimeTrainer",
-    )
+    digests = f"(sha256 {digest[:12]}), got another one ({other_digest[:12]})"
     with pytest.raises(ValueError) as caught:
         trainer.read(other)
-    assert str(caught.value) == message.format(*begun)
+    rule = f"input_ids must be the document begun here {digests}"
+    remedy = "call rewind() first, or make a new TestTimeTrainer"
+    assert str(caught.value) == f"{rule}: {remedy}"
     with pytest.raises(ValueError) as caught:
-        restore(tmp_path, checkpoint.load(tmp_path), resumed, other_digest)
-    begun = f"in {str(tmp_path)!r}", *begun[1:3], "give that text, or choose another folder"
-    assert str(caught.value) == message.format(*begun) and resumed.position == 0
+        make_run(resumed, tmp_path, other_digest).resume(checkpoint.load(tmp_path))
+    rule = f"the text must be the one begun in the checkpoint in {str(tmp_path)!r} {digests}"
+    assert str(caught.value) == f"{rule}: give that text, or choose another folder"
+    assert resumed.position == 0
 
 
 # Errors

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 from families import VOCABULARY, make_host
-from locas_peft.reading.resuming import Checkpoints, restore
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.memories import checkpoint
+from locas_peft.stages import Place, StageRun
+from locas_peft.stages.running import _describe_run
+from locas_peft.stages.stage import Stage
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import clip_memories
 
@@ -56,16 +58,42 @@ def read(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[float]:
     return [chunk.nll_nats for chunk in trainer.read(ids)]
 
 
+class TrainerStage(Stage):
+    """A reading whose trainer is given; a text is not needed to save and resume it."""
+
+    kind = "read"
+
+    def __init__(self, trainer: TestTimeTrainer, text_sha256: str | None):
+        self.trainer = trainer
+        self.text_sha256 = text_sha256
+
+    def describe(self) -> dict:
+        return self.trainer.describe()
+
+    def state_dict(self) -> dict:
+        return self.trainer.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.trainer.load_state_dict(state)
+
+
+def make_run(trainer: TestTimeTrainer, folder: Path, text_sha256: str | None = None) -> StageRun:
+    """Return a stage of a trainer, whose checkpoints are in a folder."""
+    stage = TrainerStage(trainer, text_sha256)
+    shared = _describe_run(trainer.model, stage, trainer.settings, None)
+    return StageRun(stage, Place(), folder, shared)
+
+
 def save(trainer: TestTimeTrainer, folder: Path) -> Path:
-    """Write a checkpoint, as `memorize` does."""
-    Checkpoints(folder, 0.0, {}, trainer, None).save()
+    """Write a checkpoint, as a stage does."""
+    make_run(trainer, folder).save_checkpoint()
     return folder / checkpoint.CHECKPOINT
 
 
 def resume(trainer: TestTimeTrainer, folder: Path) -> None:
     """Go on from a checkpoint, with the document that it is of."""
     state = checkpoint.load(folder)
-    restore(folder, state, trainer, state.get("text"))
+    make_run(trainer, folder, state.get("text")).resume(state)
 
 
 def sgd(rate: float) -> Callable:

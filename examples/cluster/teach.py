@@ -5,9 +5,9 @@
 # [tool.uv.sources]
 # locas_peft = { path = "../.." }
 # ///
-"""Teach a table on a machine with nothing but uv, which makes the environment.
+"""Study the texts of a table on a machine with nothing but uv, which makes the environment.
 
-uv run examples/cluster/teach.py notes.jsonl users --model smollm2 --study
+uv run examples/cluster/teach.py notes.jsonl users --model smollm2
 """
 
 import sys
@@ -16,5 +16,5 @@ from locas_command import main
 
 if __name__ == "__main__":
     manifest, library, *options = sys.argv[1:]
-    sys.argv[1:] = ["memorize", "--manifest", manifest, "--library", library, *options]
+    sys.argv[1:] = ["study", "--manifest", manifest, "--library", library, *options]
     main()

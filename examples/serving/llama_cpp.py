@@ -1,6 +1,6 @@
 """Serve a merged memory with llama.cpp's OpenAI server, of the package xllamacpp (pip install xllamacpp).
 
-    locas memorize one.txt --model smollm2 --out one
+    locas study one.txt --model smollm2 --out one
     python examples/serving/llama_cpp.py one
 
 The memory is merged, and llama.cpp's own converter, which must be on the PATH, makes a GGUF file of it. 20 questions
@@ -18,17 +18,19 @@ import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
-import xllamacpp
 from transformers_answers import answer
 
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 """The names under which llama.cpp's converter is installed."""
 
 
-def serve(file: Path) -> xllamacpp.Server:
+def serve(file: Path) -> Any:
     """Start a server in this process, on a port of its own; it ends with the process."""
+    import xllamacpp
+
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(file)
     parameters.n_ctx, parameters.n_parallel, parameters.verbosity = 4096, 4, -1

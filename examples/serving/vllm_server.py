@@ -1,7 +1,7 @@
 """Serve each memory of a library by its name, with vLLM's OpenAI server and its own resolver of folders.
 
-    locas memorize one.txt --model smollm2 --library notes --name one
-    locas memorize two.txt --model smollm2 --r 16 --library notes --name two
+    locas study one.txt --model smollm2 --library notes --name one
+    locas study two.txt --model smollm2 --r 16 --library notes --name two
     python examples/serving/vllm_server.py notes --vllm-python ../vllm/bin/python
 
 vLLM runs in an environment of its own, without this package. `locas export` writes the base once and a LoRA adapter for
@@ -57,10 +57,12 @@ def serve(python: str, exported: Path, rank: int, slots: int) -> Iterator[str]:
     command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
     command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]
     environment = os.environ | {
+        # The resolver that vLLM brings along: a model's name is that of a folder here.
+        "VLLM_PLUGINS": "lora_filesystem_resolver",
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(exported / "adapters"),
         # vLLM asks a resolver only with it. Whoever can reach the server can then load adapters:
         # keep it on this machine.
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
         # The key-value cache gets 1 GiB.
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }

@@ -131,9 +131,15 @@ def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
 
 
 def write_result(json_file: Path | None, value: Any) -> None:
-    """Write what --json asks for: nothing where None, to stdout for "-"."""
+    """Write what --json asks for: nothing where None, to stdout for "-".
+
+    Of several processes the first one writes.
+    """
     from locas_peft.files import format_json, write_json
 
+    index, _ = find_process()
+    if index > 0:
+        return
     if str(json_file) == "-":
         print(format_json(value))
     elif json_file is not None:

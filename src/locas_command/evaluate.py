@@ -198,10 +198,14 @@ def forgetting(
 def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> AdapterSettings:
     """Return the settings of a reading, or those of a study where that is asked for."""
     if asking.study:
-        shared = {field.name for field in fields(AdapterSettings)}
-        given = settings.list_given()
-        common = {name: value for name, value in given.items() if name in shared}
-        return StudySettings(**common, exchanges=asking.exchanges, passes=asking.passes)
+        known = {field.name for field in fields(StudySettings)}
+        shared = {}
+        for name, value in settings.list_given().items():
+            if name in known:
+                shared[name] = value
+            elif value != getattr(options.READ, name):
+                raise ValueError(f"{name} has no meaning for a study, got {value}: leave it out")
+        return StudySettings(**shared, exchanges=asking.exchanges, passes=asking.passes)
     for name in ("exchanges", "passes"):
         value = getattr(asking, name)
         if value is not None:
@@ -220,15 +224,23 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
 
 def _load(base: BaseOptions, settings: AdapterSettings, method: str) -> tuple[Any, dict[str, Any]]:
     """Load the base; return it and the settings of each method, by its name."""
-    from locas_peft.stages import complete_all, split_methods
+    from locas_peft.stages import complete, complete_all, split_methods
 
     from .running import load
 
-    names = split_names(method, "--method")
+    names = list(split_names(method, "--method"))
+    methods: dict[str, Any] = {}
+    if isinstance(settings, StudySettings) and "none" in names:
+        # The base alone is asked beside memories that have studied.
+        names.remove("none")
+        methods["none"] = ReadSettings(method="none", max_tokens=settings.max_tokens)
     # Values that contradict each other are refused before the base is loaded.
     split_methods(settings, names)
     loaded = load(base)
-    return loaded, complete_all(replace(settings, model=loaded.name), names, loaded.model)
+    for name, alone in methods.items():
+        methods[name] = complete(replace(alone, model=loaded.name), loaded.model)
+    studied = complete_all(replace(settings, model=loaded.name), names, loaded.model)
+    return loaded, {**methods, **studied}
 
 
 def _run(

@@ -143,8 +143,9 @@ def _report(error: Exception, line: str, args: list[str], index: int) -> None:
     """Print the line of an error that a user or the machine caused."""
     if isinstance(error, ValueError | TypeError):
         line = _name_options(line, args)
-    # A ValueError is of an input that all processes share: the first one prints it.
-    if isinstance(error, ValueError):
+    # A ValueError is of an input that all processes share, unless it says otherwise: the first
+    # process prints it.
+    if isinstance(error, ValueError) and not getattr(error, "is_of_one_process", False):
         _print_error(f"error: {line}", index)
     else:
         where = f" in process {index}" if index else ""

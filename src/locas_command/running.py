@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
 from locas_peft.library import Library
+from locas_peft.processes import join_processes
 from locas_peft.progress import follow_steps
 from locas_peft.stages import ReadRecord, StageRun, StudyRecord
 from locas_peft.tables import Sheet, format_count, format_figure
@@ -49,6 +50,7 @@ class Base:
 def _prepare() -> None:
     """Set up what loading a model needs."""
     show_own_remarks()
+    join_processes()
     # The accelerator takes over what a launcher has set.
     atexit.register(Accelerator().end_training)
 

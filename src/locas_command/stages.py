@@ -107,6 +107,8 @@ def _teach_table(text: str | None, table: TableOptions, job: _Job) -> int:
     if (text is None) == (not table.manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see --help")
     place = job.place
+    if table.actors > 1 and not table.ray:
+        raise ValueError(f"--actors is of Ray's, got {table.actors} without --ray: add --ray")
     if place.library is None or place.out or place.name or place.start or not job.saves:
         rule = "--manifest needs --library and a method that learns"
         raise ValueError(f"{rule}, and no --out, --name or --from: leave these out")
@@ -128,12 +130,12 @@ def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
     stdout, stderr = open_consoles(job.json_file)
     if job.place.resume and job.place.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
-    # Values that contradict each other are refused before the base is loaded.
-    choose_values(job.settings)
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     content = load_text(text)
     job, library = _choose_place(text, job)
     job = _keep_shape(job)
+    # Values that contradict each other are refused before the base is loaded.
+    choose_values(job.settings)
     out = job.place.out
     if job.saves:
         if out is None:
@@ -192,7 +194,7 @@ def _keep_shape(job: _Job) -> _Job:
     """Return the job with the shape and the base of the memory that it goes on with."""
     if job.place.start is None:
         return job
-    from locas_peft.stages import load_records
+    from locas_peft.stages import check_shape, load_records
 
     former = load_records(job.place.start)[-1].settings
     default = type(job.settings)()
@@ -203,8 +205,10 @@ def _keep_shape(job: _Job) -> _Job:
     method = fields.get("method", job.settings.method)
     if method != former.method:
         fields = {}
+    settings = replace(job.settings, **fields)
+    check_shape(settings, former, job.place.start)
     base = replace(job.base, model=job.base.model or former.model)
-    return replace(job, settings=replace(job.settings, **fields), base=base)
+    return replace(job, settings=settings, base=base)
 
 
 def _take_steps(

@@ -13,7 +13,6 @@ from locas_peft import backbone
 from locas_peft.files import check_output_directory
 from locas_peft.library import Library
 from locas_peft.library.table import FAILURES, Document, load_table, teach_on_ray, teach_table
-from locas_peft.stages import choose_values
 from locas_settings import AdapterSettings
 
 from .console import (
@@ -42,8 +41,6 @@ def teach_manifest(
     stdout, stderr = open_consoles(json_file)
     check_shared_device(base.device)
     check_output_directory("--library", place.library)
-    # Values that contradict each other are refused before the base is loaded.
-    choose_values(settings)
     documents = load_table(table.manifest, settings)
     library = Library(place.library)
     base = replace(base, model=base.model or library.name_base() or backbone.NAME)

@@ -98,7 +98,12 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
     left = [unit for unit in units if unit in share and not unit.is_finished]
     advance = progress(f"{len(left)} results", len(left))
     for number, unit in enumerate(left, 1):
-        _make(unit)
+        try:
+            _make(unit)
+        except ValueError as error:
+            # The other processes do not see it.
+            error.is_of_one_process = True
+            raise
         advance(1, f"{len(left) - number} left")
     wait_for_others()
 

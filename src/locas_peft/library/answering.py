@@ -37,8 +37,9 @@ class LibraryAnswerer:
         for name, numbers in self._route([question.question for question in questions]):
             group = [questions[number] for number in numbers]
             with self._library.attach(self._base, name) as model:
-                given = Answerer(model, self._tokenizer, **self._options).answer(group)
-            answers.update(zip(numbers, _name_memory(given, name), strict=True))
+                answerer = Answerer(model, self._tokenizer, **self._options)
+                group_answers = answerer.answer(group)
+            answers.update(zip(numbers, _name_memory(group_answers, name), strict=True))
         return [answers[number] for number in range(len(questions))]
 
     def reply(self, conversations: Sequence[Turns], **options: Any) -> list[Answer]:
@@ -47,8 +48,9 @@ class LibraryAnswerer:
         for name, numbers in self._route([turns[-1]["content"] for turns in conversations]):
             group = [conversations[number] for number in numbers]
             with self._library.attach(self._base, name) as model:
-                given = Answerer(model, self._tokenizer, **self._options).reply(group, **options)
-            answers.update(zip(numbers, _name_memory(given, name), strict=True))
+                answerer = Answerer(model, self._tokenizer, **self._options)
+                group_answers = answerer.reply(group, **options)
+            answers.update(zip(numbers, _name_memory(group_answers, name), strict=True))
         return [answers[number] for number in range(len(conversations))]
 
     def _route(self, texts: Sequence[str]) -> Iterator[tuple[str | None, list[int]]]:

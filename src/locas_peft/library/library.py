@@ -24,6 +24,7 @@ from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
+from ..selfstudy import Exchange
 from ..stages import AdapterSettings, Place, ReadSettings, Record, complete, read, study
 from ..text import tokenize
 from .routing import list_passages, make_sample, route
@@ -161,6 +162,7 @@ class Library:
         settings: AdapterSettings,
         *,
         start: str | Path | None = None,
+        exchanges: Sequence[Exchange] | None = None,
         on_step: Callable[[Any], None] | None = None,
         **place: Any,
     ) -> Record:
@@ -173,6 +175,7 @@ class Library:
             name: of the memory.
             settings: of a reading or of a study.
             start: the folder of a memory that goes on; one of this library may keep its name.
+            exchanges: what a study learns, in place of exchanges that the model would write.
             on_step: called after each step.
             place: fields of `stages.Place`, in place of those that the library chooses.
         """
@@ -197,7 +200,16 @@ class Library:
                 start=start,
                 on_step=on_step,
             )
-        return study(base, tokenizer, input_ids, settings, where, start=start, on_step=on_step)
+        return study(
+            base,
+            tokenizer,
+            input_ids,
+            settings,
+            where,
+            start=start,
+            exchanges=exchanges,
+            on_step=on_step,
+        )
 
     def rename(self, name: str, new_name: str) -> str:
         """Give a memory another name, which is returned: the next free one where it is taken."""

@@ -26,7 +26,7 @@ from ..files import is_disk_full, parse_json_lines, staged_file
 from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
-from ..stages import AdapterSettings, ReadSettings
+from ..stages import AdapterSettings, ReadSettings, choose_values
 from ..text import load_text, unwrap
 from .library import FAILURES, Library, check_name
 from .routing import make_sample
@@ -130,7 +130,10 @@ def _parse_row(
     if values.get("method") == "none":
         raise ValueError("method must be one that learns, got 'none': choose another")
     content = text or folder / file
-    return Document(line, check_name(str(name)), content, replace(settings, **values))
+    settings = replace(settings, **values)
+    # Values that contradict each other are refused before the base is loaded.
+    choose_values(settings)
+    return Document(line, check_name(str(name)), content, settings)
 
 
 def _list_fields(settings: AdapterSettings) -> set[str]:

@@ -108,7 +108,7 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
                 passages.append(Passage(piece, subject, introduces))
     if all(_count_words(passage.text) < _FEWEST_WORDS for passage in passages):
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
-        raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or leave --study out")
+        raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or read it instead")
     return passages
 
 

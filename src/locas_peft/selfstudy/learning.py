@@ -67,6 +67,7 @@ WARMUP_STEPS = 5
 SAMPLES = 3
 _PLAIN_STATE = (
     "asked",
+    "kept",
     "samples",
     "skipped_steps",
     "_blocks",
@@ -163,6 +164,7 @@ class SelfStudy:
     Attributes:
         exchanges: those so far.
         asked: how many questions were asked.
+        kept: how many exchanges are of this text; `exchanges` has the earlier ones too at the end.
         samples: replies that were dropped, at most `SAMPLES`.
         skipped_steps: steps that were not taken, for a loss or gradient that is not finite.
 
@@ -222,6 +224,7 @@ class SelfStudy:
             self._given = digest_exchanges(self.exchanges)
             self._check_lengths()
         self.asked = len(self.exchanges)
+        self.kept = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
         self._blocks = 0
@@ -249,7 +252,7 @@ class SelfStudy:
         return {
             "passages": len(self._passages),
             "asked": self.asked,
-            "kept": len(self.exchanges),
+            "kept": self.kept,
             "given": self._given is not None,
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
@@ -269,6 +272,8 @@ class SelfStudy:
         """
         calibrate_empty(self._model, self._text[None])
         yield from self._write()
+        if not self.kept:
+            return
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         if not self._progress:
@@ -294,6 +299,7 @@ class SelfStudy:
             self._blocks += 1
             self.asked += block.asked
             self.exchanges += block.exchanges
+            self.kept += len(block.exchanges)
             self.samples = [*self.samples, *block.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, total)
@@ -525,12 +531,8 @@ class SelfStudy:
         """Load what `state_dict` returned, after the adapter's weights were restored.
 
         Raises:
-            ValueError: for a study that was begun with other given exchanges.
             ValueError, KeyError, TypeError, AttributeError: for a state that does not fit.
         """
-        difference = self.find_difference(state)
-        if difference is not None:
-            raise ValueError(difference)
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
         self._progress = [_Progress(*values) for values in state["progress"]]
         for name in _PLAIN_STATE:

@@ -110,7 +110,7 @@ def check_window(host: CausalLM, window: int) -> None:
     least = LONGEST_PASSAGE + _MARGIN_TOKENS
     if min(window, host.positions or window) < least:
         rule = f"window must be at least {least} tokens to study a text"
-        raise ValueError(f"{rule}, got {window}: raise it, or leave --study out")
+        raise ValueError(f"{rule}, got {window}: raise it, or read the text instead")
 
 
 def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:

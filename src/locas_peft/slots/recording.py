@@ -71,7 +71,12 @@ class Writer(Step):
         raise NotImplementedError
 
     def after_chunk(self, trainer: "TestTimeTrainer", losses: Tensor) -> None:
+        # The optimizer's step may have left rows that are longer than the norm clip allows.
+        for layer in self._layers:
+            layer.clip_(self.adapter_name)
         trainer.learner.move_slots(self.write(losses))
+        for layer in self._layers:
+            layer.keep_weights(self.adapter_name)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

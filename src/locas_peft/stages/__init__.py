@@ -13,7 +13,17 @@ from .complete import (
 from .methods import METHODS, Method
 from .peak import PeakMemory
 from .record import ReadRecord, Record, StudyRecord, load_records, parse_record
-from .running import Place, StageRun, attached, open_reading, open_study, read, score, study
+from .running import (
+    Place,
+    StageRun,
+    attached,
+    check_shape,
+    open_reading,
+    open_study,
+    read,
+    score,
+    study,
+)
 from .stage import make_trainer
 
 __all__ = [
@@ -30,6 +40,7 @@ __all__ = [
     "StudyRecord",
     "StudySettings",
     "attached",
+    "check_shape",
     "choose_values",
     "complete",
     "complete_all",

@@ -63,9 +63,11 @@ def choose_values(settings: AdapterSettings) -> dict[str, Any]:
     is needed for this.
     """
     method = METHODS[settings.method]
-    given = settings.list_given()
-    own = {name: value for name, value in given.items() if name not in (*_COMMON, *_SEEN)}
-    return method.complete(list_settings(settings), own)
+    chosen = {}
+    for name, value in settings.list_given().items():
+        if name not in (*_COMMON, *_SEEN):
+            chosen[name] = value
+    return method.complete(list_settings(settings), chosen)
 
 
 def list_settings(settings: AdapterSettings) -> dict[str, Any]:
@@ -77,8 +79,8 @@ def list_settings(settings: AdapterSettings) -> dict[str, Any]:
     if isinstance(settings, ReadSettings):
         return method.reading[settings.preset]
     if method.study is None:
-        what = f"a study needs an adapter that is trained, got method {method.name!r}"
-        raise ValueError(f"{what}: use locas-glu or lora, say")
+        problem = f"a study needs an adapter that is trained, got method {method.name!r}"
+        raise ValueError(f"{problem}: use locas-glu or lora, say")
     return method.study
 
 
@@ -169,7 +171,8 @@ def split_methods(settings: Settings, methods: Sequence[str]) -> dict[str, Setti
         candidate = dataclasses.replace(settings, method=name)
         known = list_settings(candidate)
         missing = {field: None for field in _list_method_fields(settings) if field not in known}
-        chosen[label] = dataclasses.replace(candidate, **missing, **fields)
+        values = {**missing, **fields}
+        chosen[label] = dataclasses.replace(candidate, **values)
         choose_values(chosen[label])
         unused -= known.keys() - fields.keys()
     for field in sorted(unused):

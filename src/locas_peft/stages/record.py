@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,16 +119,16 @@ class ReadRecord(Record):
     nll_nats: float
     perplexity: float
     perplexity_at: dict[str, float]
-    perplexity_between: dict[str, float]
-    perplexities: list[float]
     curve: list[tuple[int, float]]
+    perplexity_between: dict[str, float] = field(default_factory=dict)
+    perplexities: list[float] = field(default_factory=list)
     skipped_chunks: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         if self.seconds <= 0:
             return float("nan")
-        return self.scored_tokens * len(self.perplexities) / self.seconds
+        return self.scored_tokens * max(len(self.perplexities), 1) / self.seconds
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "tokens_per_second": self.tokens_per_second}

@@ -35,7 +35,14 @@ from ..tuner.modules import remember_modules
 from .complete import complete, for_base, training_settings
 from .methods import METHODS
 from .peak import PeakMemory
-from .record import ReadRecord, Record, StudyRecord, describe_origin, load_records
+from .record import (
+    ReadRecord,
+    Record,
+    StudyRecord,
+    describe_origin,
+    load_records,
+    parse_record,
+)
 from .saving import find_finished, save_stages
 from .stage import Reading, Stage, Study, separates
 
@@ -89,8 +96,18 @@ class StageRun:
     body saves a checkpoint.
     """
 
-    def __init__(self, stage: Stage, place: Place, folder: Path | None, shared: dict[str, Any]):
+    def __init__(
+        self,
+        stage: Stage,
+        place: Place,
+        folder: Path | None,
+        shared: dict[str, Any],
+        former: Sequence[Record] = (),
+    ):
         self.stage = stage
+        # The records of the memory that the stage goes on with. A checkpoint has them too: the
+        # folder may hold the stage's own record already, where a kill left the checkpoint.
+        self.former = list(former)
         self._place = place
         self._folder = folder
         self._shared = shared
@@ -131,7 +148,13 @@ class StageRun:
         """Save the state of the stage, where there is a folder for it."""
         if self._folder is None:
             return
-        state = {"run": self._shared, "stage": self.stage.kind, **self.stage.state_dict()}
+        former = [record.to_json() for record in self.former]
+        state = {
+            "run": self._shared,
+            "stage": self.stage.kind,
+            "former": former,
+            **self.stage.state_dict(),
+        }
         try:
             checkpoint.save(self._folder, state)
         except OSError as failure:
@@ -140,6 +163,12 @@ class StageRun:
                 _logger.warning("no checkpoint can be saved (%s); the stage goes on", reason)
             self._failed = True
         self._saved_at = time.monotonic()
+
+    def drop_checkpoint(self) -> None:
+        """Remove the checkpoint, if any, and save no other."""
+        if self._folder is not None:
+            checkpoint.remove(self._folder)
+        self._folder = None
 
     def resume(self, state: dict[str, Any]) -> None:
         """Load a checkpoint's state.
@@ -150,7 +179,9 @@ class StageRun:
         try:
             difference = self._find_difference(state)
             if difference is None:
+                former = [parse_record(record) for record in state["former"]]
                 self.stage.load_state_dict(state)
+                self.former = former
         except Exception as error:
             # Entries of another kind or shape than we write.
             raise checkpoint.damaged(self._folder, error) from None
@@ -163,7 +194,8 @@ class StageRun:
         kind = self.stage.kind
         if state["stage"] != kind:
             got = f"got one of the stage {state['stage']!r}"
-            return f"{where} must be of the stage {kind!r}, {got}: finish that one first"
+            remedy = "finish that one, or choose another folder"
+            return f"{where} must be of the stage {kind!r}, {got}: {remedy}"
         remedy = "give the former value, or choose another folder"
         ours = self._shared
         theirs = state["run"]
@@ -182,8 +214,8 @@ class StageRun:
             names = f"{sorted(recorded)} as in {where}, got {sorted(ours['adapters'])}"
             return f"active adapters must be {names}: activate those, or choose another folder"
         if ours["base"] != theirs["base"]:
-            what = f"model must be the one of {where}, got other base weights"
-            return f"{what}: load that model in the same dtype, or choose another folder"
+            problem = f"model must be the one of {where}, got other base weights"
+            return f"{problem}: load that model in the same dtype, or choose another folder"
         begun = state["text"]
         if begun not in (None, self.stage.text_sha256):
             rule = f"the text must be the one begun in {where} (sha256 {begun[:12]})"
@@ -280,11 +312,11 @@ def open_reading(
     input_ids = _check_text(input_ids, settings)
     expected = _describe_expected("read", settings, input_ids)
 
-    def make_stage(model: nn.Module) -> Reading:
+    def make_stage(model: nn.Module, earlier: list[Exchange]) -> Reading:
         return Reading(model, input_ids, settings)
 
     setup = _Setup(base, settings, place, start, tokenizer)
-    with _open(setup, expected, make_stage, []) as run:
+    with _open(setup, expected, make_stage) as run:
         yield run
 
 
@@ -302,13 +334,12 @@ def open_study(
     """Open a study for the duration of the context; arguments and errors are those of `study`."""
     settings = complete(settings, base)
     input_ids = _check_text(input_ids, settings)
-    earlier = _load_earlier(start)
     expected = _describe_expected("study", settings, input_ids)
     expected["given"] = exchanges is not None
     if exchanges is not None:
         expected["exchanges_sha256"] = digest_exchanges(exchanges)
 
-    def make_stage(model: nn.Module) -> Study:
+    def make_stage(model: nn.Module, earlier: list[Exchange]) -> Study:
         return Study(
             model,
             tokenizer,
@@ -320,7 +351,7 @@ def open_study(
         )
 
     setup = _Setup(base, settings, place or Place(), start, tokenizer)
-    with _open(setup, expected, make_stage, earlier) as run:
+    with _open(setup, expected, make_stage) as run:
         yield run
 
 
@@ -345,8 +376,7 @@ class _Setup:
 def _open(
     setup: _Setup,
     expected: dict[str, Any],
-    make_stage: Callable[[nn.Module], Stage],
-    earlier: Sequence[Exchange],
+    make_stage: Callable[[nn.Module, list[Exchange]], Stage],
 ) -> Iterator[StageRun]:
     place = setup.place
     with ExitStack() as stack:
@@ -360,20 +390,22 @@ def _open(
             run.record = finished
             yield run
             return
+        # What the memory has learned before stays with it, whatever stage goes on.
         former = _load_former(setup)
+        earlier = _load_earlier(setup.start)
         digests = {
             "base_sha256": fingerprint(setup.base),
             "tokenizer_sha256": digest_tokenizer(setup.tokenizer),
         }
         model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
         peak = PeakMemory(setup.base.device)
-        stage = make_stage(model)
+        stage = make_stage(model, earlier)
         shared = _describe_run(model, stage, setup.settings, origin)
-        run = StageRun(stage, place, folder, shared)
+        run = StageRun(stage, place, folder, shared, former)
 
         def save(run: StageRun) -> Record:
             figures = {"origin": origin, "peak_bytes": peak.read(), **digests}
-            return _save(run, setup, model, [*former], earlier, figures)
+            return _save(run, setup, model, earlier, figures)
 
         run._save = save
         _resume(run, setup)
@@ -423,7 +455,6 @@ def _save(
     run: StageRun,
     setup: _Setup,
     model: nn.Module,
-    records: list[Record],
     earlier: Sequence[Exchange],
     figures: dict[str, Any],
 ) -> Record:
@@ -446,23 +477,20 @@ def _save(
         exchanges = correct(earlier, run.stage.study.exchanges)
         record = StudyRecord(**common)
         if not record.kept and run.is_complete:
-            # A study that goes on from its checkpoint would end here too.
-            if run._folder is not None:
-                checkpoint.remove(run._folder)
+            run.drop_checkpoint()
             raise ValueError(_explain_empty_study(record))
     else:
         record = ReadRecord(**common)
     if place.out is not None:
-        save_stages(model, place.out, [*records, record], exchanges, place.sample)
-        if run._folder is not None:
-            checkpoint.remove(run._folder)
+        save_stages(model, place.out, [*run.former, record], exchanges, place.sample)
+        run.drop_checkpoint()
     return record
 
 
 def _explain_empty_study(record: StudyRecord) -> str:
     samples = " | ".join(" ".join(sample.split()) for sample in record.samples) or "none"
-    what = f"nothing was studied: the model wrote no usable exchange (samples: {samples})"
-    return f"{what}: choose a larger model, one with a chat template, or give exchanges"
+    problem = f"nothing was studied: the model wrote no usable exchange (samples: {samples})"
+    return f"{problem}: choose a larger model, one with a chat template, or give exchanges"
 
 
 @contextmanager
@@ -535,14 +563,24 @@ def _load_former(setup: _Setup) -> list[Record]:
     if setup.start is None:
         return []
     records = load_records(setup.start)
-    former = records[-1].settings
-    wanted = {name: getattr(setup.settings, name) for name in SHAPE}
+    check_shape(setup.settings, records[-1].settings, setup.start)
+    return records
+
+
+def check_shape(settings: AdapterSettings, former: AdapterSettings, start: str | Path) -> None:
+    """Raise a `ValueError` unless settings have the shape of a memory to go on with.
+
+    Args:
+        settings: of the stage.
+        former: of the last stage that made the memory.
+        start: the memory's folder.
+    """
+    wanted = {name: getattr(settings, name) for name in SHAPE}
     had = {name: getattr(former, name) for name in SHAPE}
-    where = f"the memory {str(setup.start)!r} to go on with"
+    where = f"the memory {str(start)!r} to go on with"
     difference = describe_difference(wanted, had, where, "leave it out")
     if difference is not None:
         raise ValueError(difference)
-    return records
 
 
 def _load_earlier(start: str | Path | None) -> list[Exchange]:
@@ -560,9 +598,10 @@ def _describe_run(
     """Return what a checkpoint must share with the run that goes on from it, as plain values."""
     adapters = {}
     for name, config in active_configs(model).items():
+        # In their order: the first field that differs is named, and others follow from the type.
         fields = config.to_dict()
-        compared = {field: fields[field] for field in fields.keys() - _NO_ARITHMETIC}
-        adapters[name] = json.loads(json.dumps(compared, default=_to_plain, sort_keys=True))
+        compared = {field: fields[field] for field in fields if field not in _NO_ARITHMETIC}
+        adapters[name] = json.loads(json.dumps(compared, default=_to_plain))
     return {
         "settings": {**_list_shared(settings), "origin": origin},
         "trainer": stage.describe(),

@@ -15,6 +15,8 @@ from ..memories.folder import (
     READING,
     RECORD,
     SAMPLE,
+    SIGNATURE,
+    TEXT_SIGNATURE,
     escape,
     make_card,
     save_memory,
@@ -70,7 +72,7 @@ def save_stages(
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
     # Files of the memory that this one replaces.
-    stale = [READING, PASSAGES]
+    stale = [READING, PASSAGES, SIGNATURE, TEXT_SIGNATURE]
     if not exchanges:
         stale.append(EXCHANGES)
     if sample is None:

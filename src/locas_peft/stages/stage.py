@@ -179,6 +179,14 @@ class Study(Stage):
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except BaseException:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         restore_model_state(self._model, trained_parameters(self._model), state["model"])
         self.study.load_state_dict(state["study"])
 

@@ -47,13 +47,9 @@ class Chunk:
         tokens: the number of its tokens that were scored; all but the document's first one.
         nll_nats: their summed negative log-likelihood, in nats, before the chunk was learned.
         seconds: wall time of scoring and learning together.
-        learned: False where nothing is trainable, a loss or gradient was not finite, or the adapter
-            was taken back.
+        learned: False where nothing is trainable, or a loss or gradient was not finite.
         reading: the number of the reading, from 0; above 0 only where a document is read several
             times.
-        base_nll_nats: the same sum for the base without adapters, where the brake has compared the
-            two.
-        taken_back: whether the brake then took the adapter back to an earlier state.
     """
 
     index: int
@@ -64,8 +60,6 @@ class Chunk:
     seconds: float
     learned: bool
     reading: int = 0
-    base_nll_nats: float | None = None
-    taken_back: bool = False
 
 
 def perplexity(nll_nats: float, tokens: int) -> float:

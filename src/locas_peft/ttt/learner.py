@@ -109,8 +109,8 @@ class Learner:
         A state that does not fit the parameters is a `ValueError`.
         """
         self.steps = int(state["steps"])
-        self.optimizer = None
         if state["optimizer"] is None:
+            self.optimizer = None
             return
         self._start(self.parameters())
         self.optimizer.load_state_dict(state["optimizer"])

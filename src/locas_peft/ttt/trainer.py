@@ -161,10 +161,12 @@ class TestTimeTrainer:
         return learned
 
     def _end_reading(self) -> None:
+        began = time.perf_counter()
         for step in self.steps:
             step.after_reading(self, self._reading)
         self._reading += 1
         self._scorer.forget_context()
+        self._seconds_at_ends += time.perf_counter() - began
 
     # ------------------------------------------------------------------ where the reading is
 
@@ -188,8 +190,8 @@ class TestTimeTrainer:
 
     @property
     def seconds(self) -> float:
-        """Wall time of scoring and learning so far, of all readings together."""
-        return sum(chunk.seconds for chunk in self.chunks)
+        """Wall time so far, of all readings together: of the chunks, and of the readings' ends."""
+        return sum(chunk.seconds for chunk in self.chunks) + self._seconds_at_ends
 
     @property
     def is_only_written(self) -> bool:
@@ -205,6 +207,7 @@ class TestTimeTrainer:
         self.skipped_chunks = 0
         self._text: str | None = None
         self._reading = 0
+        self._seconds_at_ends = 0.0
         self._scorer.forget_context()
 
     @property
@@ -323,6 +326,7 @@ class TestTimeTrainer:
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "reading": self._reading,
+            "seconds_at_ends": self._seconds_at_ends,
             "model": model_state(self.model, self._active.parameters),
             "learner": self.learner.state_dict(),
             "steps": {step.name: step.state_dict() for step in self.steps},
@@ -350,6 +354,7 @@ class TestTimeTrainer:
     def _load(self, state: dict[str, Any]) -> None:
         chunks = [Chunk(**record) for record in state["chunks"]]
         reading = int(state["reading"])
+        seconds_at_ends = float(state["seconds_at_ends"])
         _check_records(chunks, reading, self.settings)
         restore_model_state(self.model, self._active.parameters, state["model"])
         self.learner.load_state_dict(state["learner"])
@@ -359,6 +364,7 @@ class TestTimeTrainer:
         self.chunks = chunks
         self.skipped_chunks = int(state["skipped_chunks"])
         self._reading = reading
+        self._seconds_at_ends = seconds_at_ends
         self._text = state["text"]
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self.host.device.type == "cuda":

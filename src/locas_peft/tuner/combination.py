@@ -53,14 +53,14 @@ def combined_config(
 
 
 def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str]) -> None:
-    own = [layer for layer in layers if name in layer.locas_up]
-    if [layer.name for layer in own] != names:
-        got = f"{name!r} beside {len(own)} of {len(names)}"
+    chosen = [layer for layer in layers if name in layer.locas_up]
+    if [layer.name for layer in chosen] != names:
+        got = f"{name!r} beside {len(chosen)} of {len(names)}"
         raise invalid("adapters", "be beside the same FFNs", got)
-    if any(layer.needs_calibration(name) for layer in own):
+    if any(layer.needs_calibration(name) for layer in chosen):
         remedy = "calibrate(model, batches) or train it first."
         raise ValueError(f"the memory '{name}' is empty: {remedy}")
-    if any(name in layer.merged_adapters for layer in own):
+    if any(name in layer.merged_adapters for layer in chosen):
         raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() first.")
 
 

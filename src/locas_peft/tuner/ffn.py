@@ -102,8 +102,9 @@ class HostFFN:
         self.hidden_size, rows = _in_out_features(self.projection(parts.inlet))
         self._check_shapes(rows)
         # The owner of a flat FFN is a decoder layer, with parameters outside the FFN's parts.
-        own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
-        self.is_flat = any(key.split(".")[0] not in own for key, _ in owner.named_parameters())
+        part_names = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
+        owners = {key.split(".")[0] for key, _ in owner.named_parameters()}
+        self.is_flat = not owners <= part_names
         self.act = _find_activation(owner, parts)
 
     def _check_parts(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .config import LocasConfig
-from .ffn import SumActivity
+from .ffn import HostFFN, SumActivity
 from .finding import AnyFFN
 from .initialization import (
     STRATEGIES,
@@ -107,7 +107,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._is_sharded = False
         self._ffn_input: Tensor | None = None
         self._inlet_hook = None
-        if ffn.is_flat:
+        if isinstance(ffn, HostFFN) and ffn.is_flat:
             self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
         self.update_layer(adapter_name, config, r)
 

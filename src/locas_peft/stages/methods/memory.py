@@ -1,6 +1,7 @@
 """What the methods with a LOCAS memory share: its configuration, and the kind of host it fits."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
@@ -22,8 +23,12 @@ class MemoryMethod(Method):
     gated: ClassVar[bool]
     other_method: ClassVar[str]
 
+    def complete(self, defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().complete(defaults, given)
+        check_choice("init", values["init"], STRATEGIES)
+        return values
+
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
-        check_choice("init", settings.init, STRATEGIES)
         self._check_host(base)
         fields = {}
         if settings.max_slot_norm is not None:
@@ -44,6 +49,10 @@ class MemoryMethod(Method):
         kinds = {ffn.gated for ffn in find_ffns(base).values()}
         if kinds != {not self.gated}:
             return
-        needed, present = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
-        what = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
-        raise ValueError(f"{what} with {present} ones: use {self.other_method!r}")
+        needed = "gated"
+        present = "two-layer"
+        if not self.gated:
+            needed = "two-layer"
+            present = "gated"
+        problem = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
+        raise ValueError(f"{problem} with {present} ones: use {self.other_method!r}")

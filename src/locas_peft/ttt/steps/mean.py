@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...tuner import clip_memories, keep_weights
 from . import Step
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class MeanOfReadings(Step):
         chunks = sum(chunk.reading == reading for chunk in trainer.chunks)
         if trainer.settings.readings == 1 or chunks < LEAST_CHUNKS:
             return
+        # The last optimizer step may have left rows that are longer than the norm clip allows.
+        clip_memories(trainer.model)
         parameters = trainer.learner.parameters()
         weights = [parameter.detach().clone() for parameter in parameters]
         if reading == 0:
@@ -56,6 +59,7 @@ class MeanOfReadings(Step):
         if reading + 1 == trainer.settings.readings:
             for parameter, mean in zip(parameters, self._mean, strict=True):
                 parameter.copy_(mean)
+            keep_weights(trainer.model)
             self._mean = []
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A reading leaves the base as it was, reports what it did, and saves a whole memory or none."""
+"""A stage leaves the base as it was, reports what it did, and saves a whole memory or none."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import json
 import math
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from locas_peft.reading import record as memory_folder
-from locas_peft.reading import teaching as reading
-from locas_peft.reading.record import Reading, find_finished, load_reading
-from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import StopReading, attached, memorize, score
 from markdown_it import MarkdownIt
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, text
+from locas_peft import backbone, stages, text
 from locas_peft.bases import load_base
 from locas_peft.files import format_json
 from locas_peft.memories import (
     CHECKPOINT_FOLDER,
-    READING,
+    RECORD,
     check_vacant,
     checkpoint,
     describe_memory,
@@ -39,7 +35,27 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
-from locas_peft.ttt import write_own_text
+from locas_peft.selfstudy import Exchange, learning, load_exchanges, writing
+from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.stages import (
+    Place,
+    ReadRecord,
+    ReadSettings,
+    StudyRecord,
+    StudySettings,
+    attached,
+    complete,
+    load_records,
+    make_trainer,
+    open_reading,
+    open_study,
+    parse_record,
+    running,
+    saving,
+    score,
+)
+from locas_peft.stages.methods.method import find_layers
+from locas_peft.ttt import Anchor, MeanOfReadings, write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -60,10 +76,34 @@ def input_ids():
     return text.tokenize(tokenizer, text.unwrap(text.python_reference()[:4000]), 500)
 
 
-def small(method: str = "locas-glu", **given) -> CompleteSettings:
+def small(method: str = "locas-glu", **given) -> ReadSettings:
     if method == "locas-glu":
         given = {"anchor": 0, **given}  # writing its text would take longer than these readings
-    return ReadingSettings(**{"method": method, "window": 128, "stride": 64} | given).complete()
+    return complete(ReadSettings(**{"method": method, "window": 128, "stride": 64} | given))
+
+
+def read(
+    base, input_ids, settings, *, tokenizer=None, start=None, on_step=None, **place
+) -> ReadRecord:
+    """Read a text; `place` has the fields of a `Place`."""
+    options = {"tokenizer": tokenizer, "start": start, "on_step": on_step}
+    return stages.read(base, input_ids, settings, Place(**place), **options)
+
+
+def read_until(base, input_ids, settings, index: int, number: int = 0, **place) -> ReadRecord:
+    """Read up to a chunk, and save what was learned."""
+    with open_reading(base, input_ids, settings, Place(**place)) as run:
+        for chunk in run:
+            if (chunk.reading, chunk.index) == (number, index):
+                break
+        return run.finish()
+
+
+def find_finished(folder, settings, input_ids) -> ReadRecord | None:
+    """Find the finished reading of a text, as a reading that is resumed does."""
+    expected = json.loads(json.dumps(vars(settings)))
+    expected |= {"text_sha256": text.digest_ids(input_ids), "origin": None}
+    return saving.find_finished(folder, expected)
 
 
 def make_two_layer_host():
@@ -107,12 +147,12 @@ def interrupt_at(index: int, number: int = 0):
 
 def interrupted(base, input_ids, settings, *, at: int, number: int = 0, **options) -> None:
     with pytest.raises(KeyboardInterrupt):
-        memorize(
+        read(
             base,
             input_ids,
             settings,
             checkpoint_seconds=0,
-            on_chunk=interrupt_at(at, number),
+            on_step=interrupt_at(at, number),
             **options,
         )
 
@@ -124,7 +164,7 @@ def interrupted(base, input_ids, settings, *, at: int, number: int = 0, **option
 def test_the_base_is_what_it_was(method, base, input_ids):
     weights = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     before = describe(base)
-    memorize(base, input_ids[:200], small(method))
+    read(base, input_ids[:200], small(method))
     assert describe(base) == before
     assert base.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in base.state_dict().items())
@@ -133,7 +173,7 @@ def test_the_base_is_what_it_was(method, base, input_ids):
 def test_the_base_is_what_it_was_after_an_error(base, input_ids):
     before = describe(base)
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, small(), on_chunk=interrupt_at(0))
+        read(base, input_ids, small(), on_step=interrupt_at(0))
     assert describe(base) == before
 
 
@@ -148,54 +188,38 @@ def test_trainable_parameters_and_training_mode_come_back():
 # Stopping
 
 
-def test_a_callback_can_stop_a_reading_and_what_was_learned_is_kept(base, input_ids, tmp_path):
-    def stop(chunk):
-        if chunk.index == 2:
-            raise StopReading
-
+def test_a_loop_can_be_left_and_what_was_learned_is_kept(base, input_ids, tmp_path):
     settings = small(seed=3)
-    reading = memorize(base, input_ids, settings, out=tmp_path / "stopped", on_chunk=stop)
-    memorize(base, input_ids[: 3 * 64], settings, out=tmp_path / "short")
+    record = read_until(base, input_ids, settings, 2, out=tmp_path / "stopped")
+    read(base, input_ids[: 3 * 64], settings, out=tmp_path / "short")
     assert (
         load_file(tmp_path / "stopped" / WEIGHTS).keys()
         == load_file(tmp_path / "short" / WEIGHTS).keys()
     )
     for name, tensor in load_file(tmp_path / "short" / WEIGHTS).items():
         assert torch.equal(tensor, load_file(tmp_path / "stopped" / WEIGHTS)[name]), name
-    assert reading.stopped and [tokens for tokens, _ in reading.curve] == [64, 128, 192]
-    assert Reading.from_json(json.loads((tmp_path / "stopped" / READING).read_text())) == reading
-    with pytest.raises(ValueError, match="holds the memory of a reading that was stopped early"):
+    assert record.stopped and [tokens for tokens, _ in record.curve] == [64, 128, 192]
+    assert load_records(tmp_path / "stopped") == [record]
+    with pytest.raises(ValueError, match="holds the memory of a stage that was stopped early"):
         find_finished(tmp_path / "stopped", settings, input_ids)
 
 
-def test_a_callback_can_stop_at_a_chunk_of_the_checkpoint(base, input_ids, tmp_path):
-    options = {
+def test_a_loop_can_be_left_at_a_chunk_of_the_checkpoint(base, input_ids, tmp_path):
+    place = {
         "out": tmp_path / "memory",
         "checkpoint_dir": tmp_path / "memory" / CHECKPOINT_FOLDER,
     }
-
-    def interrupt(chunk):
-        if chunk.index == 2:
-            raise KeyboardInterrupt
-
-    def stop(chunk):
-        raise StopReading
-
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, small(), on_chunk=interrupt, **options)
-    reading = memorize(base, input_ids, small(), on_chunk=stop, resume=True, **options)
-    assert reading.stopped and [tokens for tokens, _ in reading.curve] == [64, 128, 192]
+        read(base, input_ids, small(), on_step=interrupt_at(2), **place)
+    record = read_until(base, input_ids, small(), 0, resume=True, **place)
+    assert record.stopped and [tokens for tokens, _ in record.curve] == [64, 128, 192]
     assert (tmp_path / "memory" / WEIGHTS).exists()
 
 
 def test_a_second_reading_that_is_stopped_counts_its_own_tokens(base, input_ids):
-    def stop(chunk):
-        if (chunk.reading, chunk.index) == (1, 0):
-            raise StopReading
-
-    reading = memorize(base, input_ids[:200], small(readings=2), on_chunk=stop)
-    first, second = reading.perplexities
-    assert first == reading.perplexity and 1 < second < 2 * first
+    record = read_until(base, input_ids[:200], small(readings=2), 0, number=1)
+    first, second = record.perplexities
+    assert first == record.perplexity and 1 < second < 2 * first
 
 
 # Figures
@@ -203,13 +227,13 @@ def test_a_second_reading_that_is_stopped_counts_its_own_tokens(base, input_ids)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reading_can_be_repeated(method, base, input_ids):
-    first, second = (memorize(base, input_ids, small(method, seed=3)) for _ in range(2))
+    first, second = (read(base, input_ids, small(method, seed=3)) for _ in range(2))
     assert first.nll_nats == second.nll_nats
     assert first.curve == second.curve
 
 
 def test_methods_score_the_same_first_chunk_and_learn_from_then_on(base, input_ids):
-    readings = {method: memorize(base, input_ids, small(method)) for method in METHODS}
+    readings = {method: read(base, input_ids, small(method)) for method in METHODS}
     for method in ("lora", "locas-glu"):
         assert readings[method].curve[0] == pytest.approx(readings["none"].curve[0], rel=1e-5)
         assert readings[method].perplexity < readings["none"].perplexity
@@ -219,27 +243,13 @@ def test_methods_score_the_same_first_chunk_and_learn_from_then_on(base, input_i
 
 
 def test_settings_that_are_not_complete_are_completed(base, input_ids):
-    given = ReadingSettings(method="none", window=128)
-    assert memorize(base, input_ids[:100], given).settings == given.complete(base)
-
-
-def test_the_tokenizer_tells_the_start_token():
-    def tokenizer(text):
-        return {"input_ids": [1, 7]}
-
-    tokenizer.all_special_ids = [1, 2]
-    host, ids = make_two_layer_host(), make_ids(40)
-    settings = ReadingSettings(method="none", window=32, stride=16)
-    told, without = (memorize(host, ids, settings, tokenizer=each) for each in (tokenizer, None))
-    assert (told.settings.training.start_token, without.settings.training.start_token) == (1, None)
-    assert told.nll_nats != without.nll_nats
-    given = dataclasses.replace(settings, start_token=1)
-    assert memorize(host, ids, given).nll_nats == told.nll_nats
+    given = ReadSettings(method="none", window=128)
+    assert read(base, input_ids[:100], given).settings == complete(given, base)
 
 
 def test_a_reading_records_what_it_did(base, input_ids):
     seen = []
-    reading = memorize(base, input_ids, small(r=8, max_tokens=300), on_chunk=seen.append)
+    reading = read(base, input_ids, small(r=8, max_tokens=300), on_step=seen.append)
     assert [chunk.stop for chunk in seen] == [64, 128, 192, 256, 300]
     assert reading.scored_tokens == 299
     assert reading.nll_nats == pytest.approx(sum(chunk.nll_nats for chunk in seen))
@@ -249,9 +259,7 @@ def test_a_reading_records_what_it_did(base, input_ids):
         [reading.perplexity],
         {"0-300": reading.perplexity},
     )
-    assert (
-        0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1
-    )  # the trainer's construction
+    assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1
     assert reading.tokens_per_second == 299 / reading.seconds
     assert reading.peak_bytes > 0
     assert reading.memory_dir is None
@@ -262,15 +270,15 @@ def test_a_reading_records_what_it_did(base, input_ids):
         "locas_peft/tinybook-glu",
         8,
     )
-    assert Reading.from_json(json.loads(json.dumps(value))) == reading
+    assert parse_record(json.loads(json.dumps(value))) == reading
 
 
 def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(
     base, input_ids, tmp_path
 ):
     tokenizer = backbone.load()[1]
-    memorize(base, input_ids[:130], small(r=4), out=tmp_path / "one", tokenizer=tokenizer)
-    memorize(base, input_ids[:130], small(r=8), out=tmp_path / "two", tokenizer=tokenizer)
+    read(base, input_ids[:130], small(r=4), out=tmp_path / "one", tokenizer=tokenizer)
+    read(base, input_ids[:130], small(r=8), out=tmp_path / "two", tokenizer=tokenizer)
     one, two = (describe_memory(tmp_path / name)["digests"] for name in ("one", "two"))
     assert one.keys() == {f"{name}_sha256" for name in ("text", "base", "tokenizer", "settings")}
     assert {name for name in one if one[name] != two[name]} == {"settings_sha256"}
@@ -279,19 +287,21 @@ def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(
         text.digest_ids(input_ids[:130]),
         text.digest_tokenizer(tokenizer),
     )
-    (tmp_path / "one" / "reading.json").write_text("[]")
-    with pytest.raises(
-        ValueError,
-        match=r"reading\.json must be the record of a reading: copy or save the memory again$",
+    (tmp_path / "one" / RECORD).write_text("[]")
+    for load, rule in (
+        (describe_memory, "be the record of a memory"),
+        (load_records, "list the stages of a memory"),
     ):
-        describe_memory(tmp_path / "one")
+        message = rf"record\.json must {rule}: copy or save the memory again$"
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "one")
 
 
 def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
     seen, settings = [], small(r=8, readings=3)
     reading, once = (
-        memorize(base, input_ids, settings, on_chunk=seen.append),
-        memorize(base, input_ids, small(r=8)),
+        read(base, input_ids, settings, on_step=seen.append),
+        read(base, input_ids, small(r=8)),
     )
     assert [chunk.reading for chunk in seen] == [0] * 8 + [1] * 8 + [2] * 8
     assert (reading.nll_nats, reading.curve, reading.scored_tokens) == (
@@ -304,8 +314,21 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
     assert reading.tokens_per_second == 3 * 499 / reading.seconds
 
 
+def test_the_seconds_of_a_reading_have_those_of_its_end(base, input_ids, tmp_path, monkeypatch):
+    def wait(self, trainer, number):
+        time.sleep(0.5)
+
+    monkeypatch.setattr(MeanOfReadings, "after_reading", wait)
+    place = {"checkpoint_dir": tmp_path / "checkpoint"}
+    settings = small(r=4, readings=2)
+    interrupted(base, input_ids[:200], settings, at=0, number=1, **place)
+    seen = []
+    record = read(base, input_ids[:200], settings, resume=True, on_step=seen.append, **place)
+    assert record.seconds > 1 + sum(chunk.seconds for chunk in seen)
+
+
 def test_figures_that_overflowed_survive_json(base, input_ids):
-    reading = memorize(base, input_ids[:130], small("none"))
+    reading = read(base, input_ids[:130], small("none"))
     figures = {
         "perplexity_at": {"1": math.nan},
         "perplexity_between": {"0-1": math.nan},
@@ -314,7 +337,7 @@ def test_figures_that_overflowed_survive_json(base, input_ids):
     broken = dataclasses.replace(
         reading, nll_nats=math.inf, perplexity=math.nan, curve=[(64, math.nan)], **figures
     )
-    back = Reading.from_json(json.loads(format_json(broken.to_json())))
+    back = ReadRecord.from_json(json.loads(format_json(broken.to_json())))
     found = [
         back.nll_nats,
         back.perplexity,
@@ -326,13 +349,13 @@ def test_figures_that_overflowed_survive_json(base, input_ids):
 
 
 def test_a_record_of_another_version_is_named(base, input_ids):
-    value = memorize(base, input_ids[:130], small("none")).to_json()
+    value = read(base, input_ids[:130], small("none")).to_json()
     older = {
         name: item
         for name, item in value.items()
         if name not in ("layers_to_transform", "perplexities")
     }
-    assert Reading.from_json(older).perplexities == []
+    assert ReadRecord.from_json(older).perplexities == []
     for wrong in (
         {**value, "surprise": 1},
         # A setting that has left.
@@ -341,9 +364,9 @@ def test_a_record_of_another_version_is_named(base, input_ids):
     ):
         with pytest.raises(
             ValueError,
-            match="^reading.json must be one that this version wrote .*: read the text aga",
+            match="^record.json must be one that this version wrote .*: read the text aga",
         ):
-            Reading.from_json(wrong)
+            ReadRecord.from_json(wrong)
 
 
 def test_scoring_needs_a_frozen_model(input_ids):
@@ -357,15 +380,14 @@ def test_scoring_needs_a_frozen_model(input_ids):
 # Adapters
 
 
-def test_norms_of_the_settings_reach_the_memory(base):
+def test_the_norm_of_the_settings_reaches_the_memory(base):
     for given, expected in (
-        ({}, (1.0, 1.0)),
-        ({"row_norm": 4.0, "max_slot_norm": 0.0}, (4.0, None)),
-        ({"row_norm": 0.5, "max_slot_norm": 2.0}, (0.5, 2.0)),
+        ({}, 1.0),
+        ({"max_slot_norm": 0.0}, None),
+        ({"max_slot_norm": 2.0}, 2.0),
     ):
         with attached(base, small(**given)) as model:
-            config = model.peft_config["default"]
-            assert (config.row_norm, config.max_slot_norm) == expected
+            assert model.peft_config["default"].max_slot_norm == expected
 
 
 @pytest.mark.parametrize(
@@ -379,11 +401,12 @@ def test_norms_of_the_settings_reach_the_memory(base):
 def test_settings_make_the_anchor(base, given, texts):
     settings = small(**{"r": 4, "anchor": 0.5, "window": 32} | given)
     with attached(base, settings) as model:
-        made = reading.make_trainer(model, settings).anchor
+        (made,) = make_trainer(model, settings).steps
+        assert isinstance(made, Anchor)
         assert (made.weight, made.every, made.texts.shape) == (0.5, 4, texts)
         assert torch.equal(made.texts[3], write_own_text(model, texts=4, tokens=texts[1])[3])
     with attached(base, small()) as model:
-        assert reading.make_trainer(model, small()).anchor is None
+        assert make_trainer(model, small()).steps == []
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
@@ -408,7 +431,7 @@ def test_some_layers_alone_are_trained(method, layers, indices, base):
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
 def test_all_layers_named_are_all_layers(method, base, input_ids):
     named, every = (
-        memorize(base, input_ids[:200], small(method, r=4, layers_to_transform=layers))
+        read(base, input_ids[:200], small(method, r=4, layers_to_transform=layers))
         for layers in ([0, 1, 2, 3, 4, 5], None)
     )
     assert (named.nll_nats, named.extra_parameters) == (every.nll_nats, every.extra_parameters)
@@ -420,28 +443,28 @@ def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
         "^layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it$"
     )
     with pytest.raises(ValueError, match=message):
-        memorize(base, input_ids, small(method, layers_to_transform=[5, 6]))
+        read(base, input_ids, small(method, layers_to_transform=[5, 6]))
 
 
 def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
     host = make_two_layer_host()
     host.config.num_hidden_layers = 5
-    method = small("locas-mlp", layers_to_transform="upper").complete().method
-    assert method.find_layers(host) == [2, 3, 4]
+    settings = small("locas-mlp", layers_to_transform="upper")
+    assert find_layers(settings, host) == [2, 3, 4]
 
 
 def test_each_kind_of_host_has_its_own_method(base, input_ids):
     host, ids = make_two_layer_host(), make_ids(90)
     assert (
-        memorize(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters
+        read(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters
         == 2 * 4 * 2 * 16
     )
     message = "^method 'locas-glu' needs gated FFNs, got GPTNeoXForCausalLM with two-layer ones: use 'locas-mlp'$"
     with pytest.raises(ValueError, match=message):
-        memorize(host, ids, small(r=4, window=32, stride=16))
+        read(host, ids, small(r=4, window=32, stride=16))
     message = "^method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'$"
     with pytest.raises(ValueError, match=message):
-        memorize(base, input_ids, small("locas-mlp"))
+        read(base, input_ids, small("locas-mlp"))
 
 
 RIDGE = {"init": "write", "update": "ridge"}
@@ -453,7 +476,7 @@ RIDGE = {"init": "write", "update": "ridge"}
 def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
     ids = make_ids(200)
     settings = small("locas-mlp", r=4, window=32, stride=16, **given)
-    record = memorize(make_two_layer_host(), ids, settings, out=tmp_path / "memory")
+    record = read(make_two_layer_host(), ids, settings, out=tmp_path / "memory")
     assert record.skipped_chunks == 0 and math.isfinite(record.perplexity)
     model, ids = load_memory(make_two_layer_host(), tmp_path / "memory"), ids[None, :32]
     with torch.no_grad():
@@ -475,8 +498,8 @@ def test_values_are_written_in_closed_form_beside_rows_that_stay_or_are_trained(
     }
     for name, given in ways.items():
         settings = small(**given)
-        memorize(base, input_ids, settings, out=tmp_path / name)
-        assert load_reading(tmp_path / name).settings == settings
+        read(base, input_ids, settings, out=tmp_path / name)
+        assert load_records(tmp_path / name)[-1].settings == settings
     trained, alone, beside = (load_file(tmp_path / name / WEIGHTS) for name in ways)
     rows = [key for key in trained if "locas_gate" in key or "locas_up" in key]
     values = [key for key in trained if "locas_down" in key]
@@ -490,10 +513,11 @@ def test_values_are_written_in_closed_form_beside_rows_that_stay_or_are_trained(
 
 def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
     folder = tmp_path / "new" / "memory"
-    record = memorize(base, input_ids, small(), out=folder)
+    record = read(base, input_ids, small(), out=folder)
     assert record.memory_dir == str(folder)
-    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", WEIGHTS, READING]
-    assert json.loads((folder / READING).read_text())["perplexity"] == record.perplexity
+    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", WEIGHTS, RECORD]
+    (stage,) = json.loads((folder / RECORD).read_text())["stages"]
+    assert stage["perplexity"] == record.perplexity
     assert (
         json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         == backbone.NAME
@@ -517,7 +541,7 @@ def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
 def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     title = "a|b](x) <script>1</script> `**x** www.x.y $1$\n---\nlicense: mit"
     settings = dataclasses.replace(small(r=4), model="owner/name: [x]")
-    reading = memorize(base, input_ids[:200], settings, out=tmp_path, title=title)
+    reading = read(base, input_ids[:200], settings, out=tmp_path, title=title)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == {
         "base_model": "owner/name: [x]",
@@ -527,53 +551,36 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     }
     page = MarkdownIt("commonmark").enable("table").render(card.text)
     shown = html.escape(title.replace("\n", "\\n"))
-    assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}, 200 tokens</td>" in page
-    for value in (
-        f"{reading.perplexity:.2f}",
-        f"{math.exp(reading.final_base_nats):.2f}",
-        "locas-glu, 18,432 parame",
-    ):
+    assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}</td>" in page
+    for value in (f"{reading.perplexity:.2f}", "200</td>", "locas-glu, 18,432 parame"):
         assert f"<td>{value}" in page
-    assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
-
-
-def test_a_card_has_no_comparison_of_another_state_of_the_memory(base, input_ids):
-    reading = memorize(base, input_ids[:200], small(r=4))
-    taken_back = dataclasses.replace(reading, final_nats=reading.final_base_nats + 1)
-    studied = dataclasses.replace(
-        reading, studied={"writing_seconds": 1, "learning_seconds": 1, "kept": 2}
-    )
-    cards = [
-        memory_folder._make_card(PeftConfig(peft_type="LOCAS"), each)
-        for each in (reading, taken_back, studied)
-    ]
-    assert ["the same chunk at the end" in card for card in cards] == [True, False, False]
+    assert load_records(tmp_path)[-1].title == title
 
 
 @pytest.mark.parametrize("name", ["", "someone/model"])
 def test_a_memory_names_the_base_that_read(name, tmp_path):
     host = make_two_layer_host().to(torch.bfloat16)
     host.name_or_path = name
-    settings = ReadingSettings(method="locas-mlp", r=2, window=32)
-    read = memorize(host, make_ids(40), settings, out=tmp_path / "m").settings
-    assert (read.model, read.dtype, read.training.window) == (name, "bfloat16", 32)
+    settings = ReadSettings(method="locas-mlp", r=2, window=32)
+    used = read(host, make_ids(40), settings, out=tmp_path / "m").settings
+    assert (used.model, used.dtype, used.window) == (name, "bfloat16", 32)
     assert (
         json.loads((tmp_path / "m" / "adapter_config.json").read_text())["base_model_name_or_path"]
         == name
     )
-    assert ReadingSettings(r=2).complete(host).training.window == 64, (
+    assert complete(ReadSettings(r=2), host).window == 64, (
         "its positions, not the embedded model's window"
     )
 
 
 def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
     for model in (str(tmp_path), "x.gguf", backbone.NAME):
-        memorize(base, input_ids[:100], small(r=2, model=model), out=tmp_path / "m", overwrite=True)
+        read(base, input_ids[:100], small(r=2, model=model), out=tmp_path / "m", overwrite=True)
         assert ModelCard.load(tmp_path / "m" / "README.md").data.base_model is None
 
 
 def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):
-    record = memorize(
+    record = read(
         base, input_ids, small("none"), out=tmp_path / "memory", checkpoint_dir=tmp_path / "c"
     )
     assert record.memory_dir is None
@@ -587,13 +594,13 @@ def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PeftModel, "save_pretrained", fill)
     with pytest.raises(OSError, match="No space left"):
-        memorize(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
+        read(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    memorize(base, input_ids[:130], small(r=4), out=tmp_path)
+    read(base, input_ids[:130], small(r=4), out=tmp_path)
     before = (tmp_path / WEIGHTS).read_bytes()
     for resume, held in (
         (False, "^--out .* holds a memory"),
@@ -602,9 +609,9 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
         with pytest.raises(
             ValueError, match=f"{held}: choose another folder, or give --overwrite$"
         ):
-            memorize(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
+            read(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
     assert (tmp_path / WEIGHTS).read_bytes() == before
-    record = memorize(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)
+    record = read(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)
     assert find_finished(tmp_path, small(r=8), input_ids[:130]) == record
     assert (tmp_path / WEIGHTS).read_bytes() != before and (
         tmp_path / "notes.txt"
@@ -612,9 +619,9 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, READING])
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, RECORD])
 def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overwrite):
-    if name == READING:
+    if name == RECORD:
         (tmp_path / name).symlink_to(tmp_path / "missing")
     elif name == WEIGHTS:
         (tmp_path / name).mkdir()
@@ -623,8 +630,8 @@ def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overw
     message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
     for use in (
         lambda: check_vacant(tmp_path, overwrite=overwrite),
-        lambda: memorize(
-            base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_chunk=pytest.fail
+        lambda: read(
+            base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_step=pytest.fail
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -637,7 +644,7 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(
 ):
     """Another process may finish the same memory after the command line has looked."""
     check_vacant(tmp_path)
-    memorize(base, input_ids[:130], small(r=4), out=tmp_path)
+    read(base, input_ids[:130], small(r=4), out=tmp_path)
     locked = []
 
     def check(directory, **options):
@@ -646,11 +653,11 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(
         locked.append(directory)
         check_vacant(directory, **options)
 
-    monkeypatch.setattr(reading, "check_vacant", check)
+    monkeypatch.setattr(running, "check_vacant", check)
     with pytest.raises(
         ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"
     ):
-        memorize(
+        read(
             base,
             input_ids[:130],
             small(r=4),
@@ -663,7 +670,7 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(
 def test_a_finished_reading_is_found(base, input_ids, tmp_path):
     settings, folder = small(r=4, layers_to_transform=[4, 5]), tmp_path / "memory"
     assert find_finished(folder, settings, input_ids) is None
-    record = memorize(base, input_ids[:130], settings, out=folder)
+    record = read(base, input_ids[:130], settings, out=folder)
     assert find_finished(folder, settings, input_ids[:130]) == record
     for changed, message in (
         (small(r=5, layers_to_transform=[4, 5]), "r must be 4 as in the memory in .*, got 5"),
@@ -690,7 +697,7 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
         find_finished(folder, settings, input_ids[:130]) == record
         and not (folder / CHECKPOINT_FOLDER).exists()
     )
-    (folder / READING).unlink()
+    (folder / RECORD).unlink()
     with pytest.raises(
         ValueError,
         match="^--out .* holds a memory that no reading here made: choose another folder",
@@ -704,7 +711,7 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
 ):
     """Killed between two moves, a folder must not hold new weights that pass for the old memory."""
     ids, moves, replace, folder = input_ids[:70], [], os.replace, tmp_path / "memory"
-    memorize(base, ids, small(r=4), out=folder)
+    read(base, ids, small(r=4), out=folder)
 
     def stop(*paths):
         moves.append(paths)
@@ -715,10 +722,10 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", stop)
         with pytest.raises(KeyboardInterrupt):
-            memorize(base, ids, small(r=8), out=folder, overwrite=True)
+            read(base, ids, small(r=8), out=folder, overwrite=True)
     shutil.copytree(folder, tmp_path / "copy")
     width = 8 if move > 2 else 4
-    assert find_finished(folder, small(r=width), ids).settings.method.r == width
+    assert find_finished(folder, small(r=width), ids).settings.r == width
     with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
         check_vacant(tmp_path / "copy")
     assert load_memory_config(tmp_path / "copy")["r"] == width
@@ -741,7 +748,7 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
     method, given, number, base, input_ids, tmp_path, monkeypatch
 ):
     settings = small(method, r=8, **given)
-    whole = memorize(base, input_ids, settings, out=tmp_path / "whole")
+    whole = read(base, input_ids, settings, out=tmp_path / "whole")
     folder = tmp_path / "parts"
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
     interrupted(base, input_ids, settings, at=4, number=number, **options)
@@ -750,11 +757,11 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
         ValueError,
         match="^--out .* holds an unfinished reading: go on with --resume, or give --over",
     ):
-        memorize(base, input_ids, settings, **options)
+        read(base, input_ids, settings, **options)
     torch.manual_seed(12345)
     monkeypatch.setattr("locas_peft.model.base_weights._KNOWN", {})  # as in another process
     seen = []
-    parts = memorize(base, input_ids, settings, **options, resume=True, on_chunk=seen.append)
+    parts = read(base, input_ids, settings, **options, resume=True, on_step=seen.append)
     assert [(chunk.reading, chunk.index) for chunk in seen] == [
         (n, i) for n in range(number + 1) for i in range(8)
     ]
@@ -770,13 +777,11 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
 def test_an_interruption_between_two_checkpoints_loses_nothing(base, input_ids, tmp_path):
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        memorize(
-            base, input_ids, small(), checkpoint_seconds=1e9, on_chunk=interrupt_at(4), **options
-        )
+        read(base, input_ids, small(), checkpoint_seconds=1e9, on_step=interrupt_at(4), **options)
     seen = []
-    memorize(base, input_ids, small(), **options, resume=True, on_chunk=seen.append)
+    read(base, input_ids, small(), **options, resume=True, on_step=seen.append)
     assert [chunk.index for chunk in seen] == list(range(8))
-    whole = memorize(base, input_ids, small())
+    whole = read(base, input_ids, small())
     assert whole.nll_nats == sum(chunk.nll_nats for chunk in seen)
 
 
@@ -792,15 +797,15 @@ def test_a_full_disk_at_a_checkpoint_does_not_end_the_reading(
         "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER,
         "checkpoint_seconds": 0,
     }
-    memorize(base, input_ids, small(), **options)
+    read(base, input_ids, small(), **options)
     assert caplog.messages == [
-        "no checkpoint can be saved (No space left on device); the reading goes on"
+        "no checkpoint can be saved (No space left on device); the stage goes on"
     ]
     assert sorted(os.listdir(tmp_path / "m")) == [
         "README.md",
         "adapter_config.json",
         WEIGHTS,
-        READING,
+        RECORD,
     ]
 
 
@@ -808,7 +813,7 @@ def test_overwrite_starts_afresh(base, input_ids, tmp_path):
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
     interrupted(base, input_ids[:200], small(r=4), at=2, **options)
     seen = []
-    memorize(base, input_ids[:200], small(r=8), **options, overwrite=True, on_chunk=seen.append)
+    read(base, input_ids[:200], small(r=8), **options, overwrite=True, on_step=seen.append)
     assert [chunk.index for chunk in seen] == [0, 1, 2, 3]
     assert CHECKPOINT_FOLDER not in os.listdir(tmp_path / "m")
 
@@ -816,16 +821,16 @@ def test_overwrite_starts_afresh(base, input_ids, tmp_path):
 def test_an_unfinished_replacement_of_a_memory_goes_on(base, input_ids, tmp_path):
     folder = tmp_path / "m"
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
-    memorize(base, input_ids[:200], small(r=4), **options)
+    read(base, input_ids[:200], small(r=4), **options)
     interrupted(base, input_ids[:200], small(r=8), at=2, **options, overwrite=True)
     assert load_memory_config(folder)["r"] == 4
     assert find_finished(folder, small(r=8), input_ids[:200]) is None
-    record = memorize(base, input_ids[:200], small(r=8), **options, resume=True)
+    record = read(base, input_ids[:200], small(r=8), **options, resume=True)
     assert find_finished(folder, small(r=8), input_ids[:200]) == record
 
 
 def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
-    record = memorize(
+    record = read(
         base, input_ids[:130], small(anchor=0.3), checkpoint_dir=tmp_path / "none", resume=True
     )
     assert record.scored_tokens == 129
@@ -852,7 +857,7 @@ def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
             {"seed": 1},
             "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose",
         ),
-        ({}, "input_ids must be the document begun in '{}' (sha256 "),
+        ({}, "the text must be the one begun in the checkpoint in '{}' (sha256 "),
     ],
     ids=str,
 )
@@ -861,7 +866,7 @@ def test_another_reading_or_text_does_not_resume(base, input_ids, tmp_path, chan
     before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
     with pytest.raises(ValueError) as raised:
         ids = input_ids if changed else input_ids.flip(0)
-        memorize(
+        read(
             base,
             ids,
             small(**{"method": "locas-glu"} | changed),
@@ -886,15 +891,15 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr("locas_peft.memories.folder.staged", full)
         with pytest.raises(OSError, match="No space left"):
-            memorize(base, input_ids[:130], small(), **options)
+            read(base, input_ids[:130], small(), **options)
     seen = []
-    memorize(base, input_ids[:130], small(), **options, resume=True, on_chunk=seen.append)
+    read(base, input_ids[:130], small(), **options, resume=True, on_step=seen.append)
     assert len(seen) == 3
     assert sorted(os.listdir(tmp_path / "m")) == [
         "README.md",
         "adapter_config.json",
         WEIGHTS,
-        READING,
+        RECORD,
     ]
 
 
@@ -903,10 +908,10 @@ def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids,
 
     def intrude(chunk):
         with pytest.raises(checkpoint.InUse) as refusal:
-            memorize(base, input_ids, small(), checkpoint_dir=folder, on_chunk=pytest.fail)
+            read(base, input_ids, small(), checkpoint_dir=folder, on_step=pytest.fail)
         refusals.append(refusal)
 
-    memorize(base, input_ids[:130], small(), on_chunk=intrude, checkpoint_dir=folder)
+    read(base, input_ids[:130], small(), on_step=intrude, checkpoint_dir=folder)
     assert len(refusals) == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -919,4 +924,184 @@ def test_a_text_of_another_shape_is_refused(base, ids):
         rf"^input_ids must be of shape \[T\] with T >= 2, got \{list(ids.shape)}: give more text$"
     )
     with pytest.raises(ValueError, match=message):
-        memorize(base, ids, small("none"))
+        read(base, ids, small("none"))
+
+
+# Studies
+
+GIVEN = [
+    Exchange(f"Who built house {number}?", f"{name} built house {number} on the hill.")
+    for number, name in enumerate(["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Hal"])
+]
+"""Of so many passages that a fresh memory gets rows that tell them apart."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return backbone.load()[1]
+
+
+def study_settings(**given) -> StudySettings:
+    defaults = {"r": 16, "window": 256, "passes": 2, "anchor": 0.0, "exchanges": 2}
+    return complete(StudySettings(**{**defaults, **given}))
+
+
+@pytest.fixture
+def rows_placed(monkeypatch):
+    """The calls that put rows that tell passages apart into a memory."""
+    calls = []
+    place = learning.place_discriminants
+
+    def record(*args, **options):
+        calls.append(options)
+        return place(*args, **options)
+
+    monkeypatch.setattr(learning, "place_discriminants", record)
+    return calls
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_study_that_keeps_no_exchange_saves_nothing(
+    base, tokenizer, input_ids, tmp_path, monkeypatch, resumable
+):
+    monkeypatch.setattr(writing, "is_about", lambda *_: False)
+    out = tmp_path / "memory"
+    place = Place(out=out, checkpoint_dir=out / CHECKPOINT_FOLDER if resumable else None)
+    message = (
+        r"^nothing was studied: the model wrote no usable exchange \(samples: .+\): "
+        "choose a larger model, one with a chat template, or give exchanges$"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        stages.study(base, tokenizer, input_ids[:120], study_settings(), place)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fresh_memory_gets_rows_that_tell_passages_apart(
+    base, tokenizer, input_ids, rows_placed, tmp_path
+):
+    """What a study of a memory that has read must not do (see below)."""
+    place = Place(out=tmp_path / "fresh")
+    record = stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
+    assert rows_placed and record.kept == len(GIVEN)
+    assert load_memory_config(tmp_path / "fresh")["max_slot_norm"] is None
+
+
+def test_a_study_keeps_what_was_read(base, tokenizer, input_ids, rows_placed, tmp_path):
+    read(base, input_ids, small(r=16), out=tmp_path / "read")
+    before = load_file(tmp_path / "read" / WEIGHTS)
+    options = {"start": tmp_path / "read", "exchanges": GIVEN}
+    place = Place(out=tmp_path / "both")
+    opened = open_study(base, tokenizer, input_ids, study_settings(), place, **options)
+    with opened as run:
+        steps = iter(run)
+        next(steps)
+        # One step of a small rate: nothing was replaced, zeroed or frozen.
+        after_one = {
+            name.replace(".default", ""): weight.detach().clone()
+            for name, weight in run.stage._model.named_parameters()
+            if weight.requires_grad
+        }
+        for _ in steps:
+            pass
+        record = run.finish()
+    trained = {
+        name for name in before if name.endswith(("gate.weight", "up.weight", "down.weight"))
+    }
+    assert trained == after_one.keys() and len(trained) == 6 * 3
+    for name in trained:
+        moved = (after_one[name] - before[name]).norm()
+        assert 0 < moved < 0.5 * before[name].norm(), name
+    assert rows_placed == []
+    after = load_file(tmp_path / "both" / WEIGHTS)
+    scales = {name for name in before if name.endswith(("input_scale", "tau", "calibrated"))}
+    assert scales and all(torch.equal(after[name], before[name]) for name in scales)
+    assert load_memory_config(tmp_path / "both")["max_slot_norm"] == 1.0
+    for name in trained:
+        dim = 0 if name.endswith("down.weight") else 1
+        assert after[name].norm(dim=dim).max() <= 1 + 1e-6, name
+
+    first, second = load_records(tmp_path / "both")
+    assert isinstance(first, ReadRecord) and isinstance(second, StudyRecord) and second == record
+    assert load_exchanges(tmp_path / "both" / EXCHANGES) == GIVEN
+    with memory_attached(base, tmp_path / "both") as model:
+        with_memory = score(model, input_ids, first.settings)
+        with model.disable_adapter():
+            without = score(model, input_ids, first.settings)
+    assert with_memory < 0.9 * without, "what was read is known after the study"
+
+
+def test_the_card_of_a_memory_has_both_stages(base, tokenizer, input_ids, tmp_path):
+    read(base, input_ids[:200], small(r=4), out=tmp_path)
+    place = Place(out=tmp_path)
+    options = {"start": tmp_path, "exchanges": GIVEN[:2]}
+    stages.study(base, tokenizer, input_ids[:200], study_settings(r=4), place, **options)
+    card = (tmp_path / "README.md").read_text()
+    assert "trained by reading and studying one text" in card
+    assert "| study | 2 exchanges in " in card and "| tokens | 200 |" in card
+
+
+def test_a_studys_seconds_are_those_of_writing_and_learning(base, tokenizer, input_ids):
+    seen = []
+    record = stages.study(
+        base, tokenizer, input_ids, study_settings(), exchanges=GIVEN[:2], on_step=seen.append
+    )
+    assert seen and record.seconds == record.writing_seconds + record.learning_seconds
+    assert record.learning_seconds > 0 and not record.stopped
+    back = parse_record(json.loads(json.dumps(record.to_json())))
+    assert isinstance(back, StudyRecord) and back == record
+
+
+def test_a_loop_of_a_study_can_be_left(base, tokenizer, input_ids, tmp_path):
+    place = Place(out=tmp_path)
+    with open_study(
+        base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN[:2]
+    ) as run:
+        for step in run:
+            if step.phase == "learn":
+                break
+        record = run.finish()
+    assert record.stopped and record.steps == 1
+    assert load_exchanges(tmp_path / EXCHANGES) == GIVEN[:2]
+
+
+def test_a_reading_keeps_the_exchanges_of_a_memory_that_has_studied(
+    base, tokenizer, input_ids, tmp_path
+):
+    place = Place(out=tmp_path / "studied")
+    stages.study(base, tokenizer, input_ids, study_settings(r=4), place, exchanges=GIVEN[:2])
+    for out in ("studied", "new"):
+        read(base, input_ids[:200], small(r=4), out=tmp_path / out, start=tmp_path / "studied")
+        assert load_exchanges(tmp_path / out / EXCHANGES) == GIVEN[:2]
+    kinds = [record.kind for record in load_records(tmp_path / "new")]
+    assert kinds == ["study", "read", "read"]
+
+
+def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):
+    interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
+    before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
+    place = Place(checkpoint_dir=tmp_path, resume=True)
+    message = "^the checkpoint in .* must be of the stage 'study', got one of the stage 'read': "
+    with pytest.raises(ValueError, match=message):
+        stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
+    assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before
+
+
+def test_a_stage_that_was_killed_after_it_had_saved_is_recorded_once(
+    base, input_ids, tmp_path, monkeypatch
+):
+    folder = tmp_path / "memory"
+    place = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    ids, settings = input_ids[:200], small(r=4)
+    read(base, ids, settings, **place)
+    before = load_records(folder)
+    with monkeypatch.context() as patch:
+        # As after a kill between the memory and the removal of the checkpoint.
+        patch.setattr(checkpoint, "remove", lambda directory: None)
+        read(base, ids, settings, start=folder, **place)
+    saved = load_records(folder)
+    weights = (folder / WEIGHTS).read_bytes()
+    assert saved[:-1] == before and checkpoint.has_checkpoint(folder / CHECKPOINT_FOLDER)
+    read(base, ids, settings, start=folder, resume=True, **place)
+    assert len(load_records(folder)) == len(saved) == 2
+    assert (folder / WEIGHTS).read_bytes() == weights
