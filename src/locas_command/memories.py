@@ -230,7 +230,8 @@ def push(
     from locas_peft.memories.loading import describe_memory
 
     stdout, _ = open_consoles()
-    describe_memory(memory)  # it refuses a damaged file in one line
+    # It refuses a damaged file in one line.
+    describe_memory(memory)
     if license is not None:
         set_license(memory, license)
     stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")

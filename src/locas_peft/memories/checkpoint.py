@@ -38,6 +38,7 @@ UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
 _KIND = "locas-checkpoint"
 _VERSION = 10
+_PLAIN_TYPES = (torch.Tensor, bool, int, float, str)
 
 
 def has_checkpoint(directory: str | Path) -> bool:
@@ -48,8 +49,8 @@ def has_checkpoint(directory: str | Path) -> bool:
 def save(directory: str | Path, state: dict[str, Any]) -> Path:
     """Write tensors and plain values, also nested, into a folder; return the checkpoint's path.
 
-    It takes the place of the former checkpoint.     An `OSError` leaves the former checkpoint as it
-    is and nothing half-written.
+    It takes the place of the former checkpoint. An `OSError` leaves the former checkpoint as it is
+    and nothing half-written.
     """
     _check_plain(state)
     path = Path(directory) / CHECKPOINT
@@ -92,7 +93,8 @@ def load(directory: str | Path) -> dict[str, Any] | None:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and torch raise errors of many types
+    # zip, pickle and torch raise errors of many types.
+    except Exception as error:
         raise damaged(directory, error) from None
     if not isinstance(content, dict) or content.get("kind") != _KIND:
         raise ValueError(
@@ -197,7 +199,7 @@ def _check_plain(value: Any) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             _check_plain(item)
-    elif value is not None and not isinstance(value, (torch.Tensor, bool, int, float, str)):
+    elif value is not None and not isinstance(value, _PLAIN_TYPES):
         got = f"a {type(value).__name__} in the optimizer's state"
         remedy = "use an optimizer without such objects"
         raise ValueError(f"checkpoint must hold tensors and plain values, got {got}: {remedy}")

@@ -39,8 +39,8 @@ def merge_memory(
 ) -> PreTrainedModel:
     """Save a memory merged into its base, and return the merged model.
 
-    Stock transformers loads the checkpoint.     `pad_to_multiple_of` replaces the value in the
-    memory's config.
+    Stock transformers loads the checkpoint. `pad_to_multiple_of` replaces the value in the memory's
+    config.
     """
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
@@ -89,7 +89,8 @@ def export_memories(
     ffn_parts = None
     # An adapter alone names no base: which copy of the widened base it will be served with is not
     # known.
-    base_name = base_name or (str(out / "base") if with_base else None)
+    if not base_name:
+        base_name = str(out / "base") if with_base else None
     with staged(out) as folder:
         for adapter, memory in memories.items():
             with memory_attached(base, memory) as model:

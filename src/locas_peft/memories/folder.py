@@ -165,7 +165,8 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
         HfApi().upload_folder(
             repo_id=url.repo_id, folder_path=directory, allow_patterns=list(_PUSHED)
         )
-    except Exception as error:  # whatever the network and its libraries raise
+    # Whatever the network and its libraries raise.
+    except Exception as error:
         reason = one_line(" ".join(str(error).split()))
         problem = f"memory cannot be pushed to {repo!r} ({reason})"
         raise ValueError(f"{problem}: check the name, and log in with `hf auth login`") from error

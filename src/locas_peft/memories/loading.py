@@ -106,7 +106,7 @@ def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[Pe
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
     """Load the JSON config of a memory's folder.
 
-    A replacement that was stopped midway is finished first (`files.staged`).     Each way to open a
+    A replacement that was stopped midway is finished first (`files.staged`). Each way to open a
     memory begins here.
 
     Raises:

@@ -391,8 +391,8 @@ class LocasModel(BaseTuner):
         )
         _add_input_scales(remapped, config)
         _add_calibrated_flags(remapped)
-        _keep_long_rows(remapped, config)
         check_tensors(model, adapter_name, config, remapped)
+        _keep_long_rows(remapped, config)
         return remapped
 
 
