@@ -27,7 +27,7 @@ from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
-from .memory_file import one_line
+from .memory_file import make_calibrated_flag, one_line
 from .modules import remember_modules
 from .norm_clip import COLUMNS, ROWS, exceeds
 from .widths import WidthGroup, widen_to, widened_config, width_step
