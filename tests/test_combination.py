@@ -122,3 +122,16 @@ def test_memories_that_cannot_be_combined_are_named():
     model.merge_adapter(["one"])
     with pytest.raises(ValueError, match="the memory 'one' is merged: call unmerge_adapter"):
         model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+
+
+def test_slots_longer_than_another_memory_s_clip_keep_their_length():
+    model = make_two(second={"max_slot_norm": None})
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, LocasLayer):
+                layer.locas_down["two"].weight.mul_(30)
+    model.base_model.set_adapter(["one", "two"])
+    expected = logits(model)
+    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    assert model.peft_config["both"].max_slot_norm is None
+    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)

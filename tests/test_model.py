@@ -988,3 +988,52 @@ def test_no_padding_mask_stays_in_a_layer(family):
         hook.remove()
     calibrate(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     assert all(layer.token_mask is None for layer in layers)
+
+
+def test_one_config_object_for_two_models(tmp_path):
+    config = LocasConfig(r=4)
+    model = get_peft_model(make_host("llama"), config)
+    get_peft_model(make_host("gpt2"), config)
+    assert config.record is None and config.target_modules is None
+    model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert loaded.peft_config["default"].get_record("slots")
+
+
+def test_a_state_of_0_2_0_loads_with_its_rows():
+    former = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    former(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    state = {key: value for key, value in former.state_dict().items() if "calibrated" not in key}
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, seed=1))
+    model.load_state_dict(state)
+    assert uncalibrated_memories(model) == []
+    model(input_ids=make_tokens(seed=3), labels=make_tokens(seed=3)).loss.backward()
+    for key, value in model.state_dict().items():
+        assert "locas_up" not in key or torch.equal(value, state[key])
+
+
+def test_a_frozen_memory_is_not_calibrated():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    model.requires_grad_(False)
+    model(input_ids=make_tokens())
+    assert uncalibrated_memories(model) == ["default"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_padding_does_not_count_under_gradient_checkpointing(use_reentrant):
+    mask = torch.ones_like(make_tokens())
+    mask[:, 8:] = 0
+    tokens = {"input_ids": make_tokens(), "attention_mask": mask, "labels": make_tokens()}
+    scales = []
+    for checkpoints in (False, True):
+        model = get_peft_model(make_host("llama"), LocasConfig(r=4)).train()
+        with warnings.catch_warnings():
+            # The names of transformers 6.
+            warnings.simplefilter("ignore", FutureWarning)
+            if checkpoints:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model(**tokens, use_cache=False).loss.backward()
+        scales.append([layer.locas_tau["default"].item() for layer in list_layers(model)])
+    assert scales[0] == pytest.approx(scales[1], rel=1e-5)

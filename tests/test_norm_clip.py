@@ -495,3 +495,49 @@ def test_sft_trainer_on_the_embedded_backbone(tmp_path):
     assert_clipped(trainer.model)
     trainer.save_model(str(tmp_path / "memory"))
     assert (tmp_path / "memory" / "adapter_model.safetensors").is_file()
+
+
+def test_rows_that_are_rounded_to_bfloat16_are_loaded_as_they_are(tmp_path):
+    model = make_model(max_slot_norm=1.0).to(torch.bfloat16)
+    train(model, torch.optim.SGD(model.parameters(), lr=10.0))
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, is_trainable=True)
+    assert loaded.peft_config["default"].max_slot_norm == 1.0
+    before = [weight.clone() for layer in list_layers(loaded) for weight in weights_in(layer)]
+    assert slot_norms(loaded).max() > 1 + 1e-6, "rounding left rows beyond the radius"
+    use(loaded)
+    after = [weight for layer in list_layers(loaded) for weight in weights_in(layer)]
+    assert all(map(torch.equal, before, after))
+    train(loaded, torch.optim.SGD(loaded.parameters(), lr=1e-3), steps=1)
+    assert_clipped(loaded)
+
+
+def test_gradients_of_each_text_by_torch_func():
+    model = make_model()
+    use_tokens = make_tokens(batch=2)
+    model(input_ids=use_tokens, labels=use_tokens).loss.backward()
+    model.zero_grad()
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def loss(weights, tokens):
+        inputs = {"input_ids": tokens[None], "use_cache": False}
+        logits = torch.func.functional_call(model, weights, kwargs=inputs).logits[0]
+        return torch.nn.functional.cross_entropy(logits[:-1], tokens[1:])
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, use_tokens)
+    for index, tokens in enumerate(use_tokens):
+        model.zero_grad()
+        loss(weights, tokens).backward()
+        for name, weight in weights.items():
+            torch.testing.assert_close(gradients[name][index], weight.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_state_of_partitioned_weights_is_made_without_a_clip():
+    """As DeepSpeed's ZeRO-3 leaves them: empty, with the whole weights elsewhere."""
+    model = make_model()
+    for layer in list_layers(model):
+        for weight in weights_in(layer):
+            weight.data = weight.data.new_empty(0)
+    assert any(".locas_up." in name for name in model.state_dict())

@@ -46,6 +46,14 @@ class Writer(Step):
         self._gradients: list[Tensor | None] = []
         self._finite: bool | None = None
 
+    def check(self, trainer: "TestTimeTrainer") -> None:
+        inactive = [
+            layer for layer in self._layers if self.adapter_name not in layer.active_adapters
+        ]
+        if inactive:
+            rule = f"the memory {self.adapter_name!r} must be active to be written"
+            raise ValueError(f"{rule}: call set_adapter({self.adapter_name!r}) first")
+
     @property
     def settings(self) -> dict[str, Any]:
         names = (*self.arguments, "adapter_name")

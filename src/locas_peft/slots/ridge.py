@@ -209,6 +209,7 @@ class RidgeWriter(Regression):
         super().__init__(model, rate=rate, ridge=ridge, **options)
 
     def check(self, trainer: "TestTimeTrainer") -> None:
+        super().check(trainer)
         if trainer.learner.trains:
             rule = "learning_rate and optimizer must be None beside a RidgeWriter"
             reason = "which replaces what an optimizer learns after each chunk"
