@@ -931,7 +931,7 @@ def test_a_text_of_another_shape_is_refused(base, ids):
 
 GIVEN = [
     Exchange(f"Who built house {number}?", f"{name} built house {number} on the hill.")
-    for number, name in enumerate("Ann Bob Cid Dan Eva Fay Gus Hal".split())
+    for number, name in enumerate(["Ann", "Bob", "Cid", "Dan", "Eva", "Fay", "Gus", "Hal"])
 ]
 """Of so many passages that a fresh memory gets rows that tell them apart."""
 
