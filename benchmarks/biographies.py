@@ -3,7 +3,7 @@
     python benchmarks/biographies.py --people 20 --out people
 
 One folder entry a person: `NAME.txt` has six facts, `NAME.exchanges.jsonl` the questions to study (for
-`locas memorize --exchanges-file`), and `NAME.questions.jsonl` the same facts asked in wordings that are not studied.
+`locas study --exchanges-file`), and `NAME.questions.jsonl` the same facts asked in wordings that are not studied.
 People share first names, last names, towns and trades, so that no single word tells who is meant.
 """
 

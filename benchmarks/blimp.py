@@ -1,6 +1,6 @@
 """BLiMP: how often a model finds the grammatical sentence of a pair likelier, before a memory and with it.
 
-    locas memorize 3649.txt --out memory
+    locas read 3649.txt --out memory
     python benchmarks/blimp.py BLiMP.zip --memory memory --pairs 200 --out blimp.json
 
 Each sentence is scored after the begin-of-text token alone; of two equal ones none is likelier. The drop is paired.

@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base, tokenizer = load_base(name, device=given.device)
     contents = (
         map(unwrap, contents) if is_embedded(name) else contents
-    )  # as `locas memorize` reads them
+    )  # as `locas read` reads them
     ids, *others = [tokenize(tokenizer, content) for content in contents]
     read, others = (
         ids[: given.max_tokens],
