@@ -200,8 +200,8 @@ def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> AdapterSetti
     if asking.study:
         shared = {field.name for field in fields(AdapterSettings)}
         given = settings.list_given()
-        kept = {name: value for name, value in given.items() if name in shared}
-        return StudySettings(**kept, exchanges=asking.exchanges, passes=asking.passes)
+        common = {name: value for name, value in given.items() if name in shared}
+        return StudySettings(**common, exchanges=asking.exchanges, passes=asking.passes)
     for name in ("exchanges", "passes"):
         value = getattr(asking, name)
         if value is not None:
