@@ -71,7 +71,7 @@ def test_a_step_stays_on_its_device_and_waits_for_it_twice(kind, context, reques
         stride=8,
         learning_rate=1e-3,
         context=context,
-        anchor=anchor,
+        steps=[anchor],
     )
     of_chunk = []
     for chunk in reader.read(torch.arange(3, 35).repeat(2)):

@@ -990,17 +990,6 @@ def test_no_padding_mask_stays_in_a_layer(family):
     assert all(layer.token_mask is None for layer in layers)
 
 
-def test_one_config_object_for_two_models(tmp_path):
-    config = LocasConfig(r=4)
-    model = get_peft_model(make_host("llama"), config)
-    get_peft_model(make_host("gpt2"), config)
-    assert config.record is None and config.target_modules is None
-    model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
-    assert loaded.peft_config["default"].get_record("slots")
-
-
 def test_a_state_of_0_2_0_loads_with_its_rows():
     former = get_peft_model(make_host("llama"), LocasConfig(r=4))
     former(input_ids=make_tokens(), labels=make_tokens()).loss.backward()

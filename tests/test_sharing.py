@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -100,16 +99,11 @@ def as_process(monkeypatch):
 
     def set_process(index: int, count: int) -> None:
         state = SimpleNamespace(
-            is_main_process=True, num_processes=count, wait_for_everyone=lambda: None
+            is_main_process=True,
+            num_processes=count,
+            process_index=index,
+            wait_for_everyone=lambda: None,
         )
-
-        @contextmanager
-        def split(inputs):
-            share, more = divmod(len(inputs), count)
-            start = index * share + min(index, more)
-            yield inputs[start : start + share + (index < more)]
-
-        state.split_between_processes = split
         monkeypatch.setattr(processes, "join_processes", lambda: state)
         monkeypatch.setattr(processes, "broadcast_object_list", lambda values: values)
 

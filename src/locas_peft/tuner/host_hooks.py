@@ -50,8 +50,9 @@ class HostHooks:
     def _clear(self, host: nn.Module, args: tuple, output: Any) -> None:
         for layer in self._layers:
             # A memory that still waits is calibrated when reentrant gradient checkpointing runs
-            # the layer again, in the backward pass.
-            if layer.token_mask is not None and not layer.may_calibrate():
+            # the layer again, in the backward pass. A forward that failed has no output.
+            is_needed = layer.token_mask is not None and output is not None
+            if not is_needed or not layer.may_calibrate():
                 layer.token_mask = None
 
 
