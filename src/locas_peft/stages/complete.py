@@ -187,7 +187,10 @@ def _list_method_fields(settings: AdapterSettings) -> set[str]:
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split NAME[@WIDTH][:RATE] into the method's name and the fields that are given."""
+    """Split a method such as "lora@16:2e-3" into its name and the fields that are given.
+
+    The width and the rate may be left out.
+    """
     pattern = r"([^@:]+)(?:@([1-9]\d*))?(?::(\d+\.?\d*(?:[eE][+-]?\d+)?))?"
     match = re.fullmatch(pattern, spec)
     if match is None or (match[3] and not 0 < float(match[3]) < math.inf):

@@ -44,9 +44,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     """One FFN of the host with its memories.
 
     Args:
-        base_layer: the module that this one replaces: the FFN, or the down projection of a flat
-        FFN,
-            whose parts are attributes of the decoder layer.
+        base_layer: the module that this one replaces. It is the FFN, or the down projection of a
+            flat FFN, whose parts are attributes of the decoder layer.
         ffn: the FFN, with its parts by their roles.
         name: the name of `base_layer` in the model.
         adapter_name: the first memory's name.
