@@ -1005,8 +1005,9 @@ def test_a_state_of_0_2_0_loads_with_its_rows():
 def test_a_frozen_memory_is_not_calibrated():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4))
     model.requires_grad_(False)
-    model(input_ids=make_tokens())
+    model(input_ids=make_tokens(), attention_mask=torch.ones_like(make_tokens()))
     assert uncalibrated_memories(model) == ["default"]
+    assert all(layer.token_mask is None for layer in list_layers(model))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

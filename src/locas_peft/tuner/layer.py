@@ -205,7 +205,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return whether the next forward with gradients may calibrate an active memory."""
         if self.disable_adapters or self.merged:
             return False
-        return any(map(self.needs_calibration, self._select_memories(self.active_adapters)))
+        return any(map(self._calibrates_itself, self._select_memories(self.active_adapters)))
+
+    def _calibrates_itself(self, adapter_name: str) -> bool:
+        """Return whether a forward with gradients calibrates a memory: it waits and is trained."""
+        if not self.needs_calibration(adapter_name):
+            return False
+        return any(weight.requires_grad for weight in self.weights(adapter_name))
 
     def start_calibration(
         self, adapter_name: str, r: int | None = None, across_processes: bool = True
@@ -293,7 +299,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in names:
             if name in self._made_rows:
                 self._check_made_rows(name)
-            if not self.needs_calibration(name) or not self._is_trainable(name):
+            if not self._calibrates_itself(name):
                 continue
             if self.has_learned(name):
                 # Calibrating would lose what it has learned: the rows and the scale stay.
@@ -302,9 +308,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             else:
                 waiting.append(name)
         return waiting
-
-    def _is_trainable(self, adapter_name: str) -> bool:
-        return any(weight.requires_grad for weight in self.weights(adapter_name))
 
     def _check_made_rows(self, adapter_name: str) -> None:
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written
