@@ -1,7 +1,8 @@
 """Answer questions with the memories of a library."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -33,25 +34,25 @@ class LibraryAnswerer:
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer each question in one sentence. Errors are those of `Answerer.answer`."""
-        answers: dict[int, Answer] = {}
-        for name, numbers in self._route([question.question for question in questions]):
-            group = [questions[number] for number in numbers]
-            with self._library.attach(self._base, name) as model:
-                answerer = Answerer(model, self._tokenizer, **self._options)
-                group_answers = answerer.answer(group)
-            answers.update(zip(numbers, _name_memory(group_answers, name), strict=True))
-        return [answers[number] for number in range(len(questions))]
+        texts = [question.question for question in questions]
+        return self._ask(texts, questions, Answerer.answer)
 
     def reply(self, conversations: Sequence[Turns], **options: Any) -> list[Answer]:
         """Reply to each conversation. Options and errors are those of `Answerer.reply`."""
+        texts = [turns[-1]["content"] for turns in conversations]
+        return self._ask(texts, conversations, partial(Answerer.reply, **options))
+
+    def _ask(
+        self, texts: Sequence[str], inputs: Sequence[Any], ask: Callable[..., list[Answer]]
+    ) -> list[Answer]:
+        """Let each memory answer the inputs whose texts are about it; keep their order."""
         answers: dict[int, Answer] = {}
-        for name, numbers in self._route([turns[-1]["content"] for turns in conversations]):
-            group = [conversations[number] for number in numbers]
+        for name, numbers in self._route(texts):
+            group = [inputs[number] for number in numbers]
             with self._library.attach(self._base, name) as model:
-                answerer = Answerer(model, self._tokenizer, **self._options)
-                group_answers = answerer.reply(group, **options)
+                group_answers = ask(Answerer(model, self._tokenizer, **self._options), group)
             answers.update(zip(numbers, _name_memory(group_answers, name), strict=True))
-        return [answers[number] for number in range(len(conversations))]
+        return [answers[number] for number in range(len(inputs))]
 
     def _route(self, texts: Sequence[str]) -> Iterator[tuple[str | None, list[int]]]:
         """Yield for each memory its name, None for the base, and the numbers of its texts."""
