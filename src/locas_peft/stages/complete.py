@@ -29,9 +29,22 @@ __all__ = [
 
 _EMBEDDED_WINDOW = 512
 _WINDOW = 2048
-# Fields that every method has, with values of their own in both stages.
-_COMMON = ("method", "preset", "seed", "model", "dtype", "max_tokens")
-_SEEN = ("window", "stride", "context", "readings", "warmup_steps", "exchanges", "passes")
+# Fields that every method has: what is learned, and how the text is seen.
+_OF_EVERY_METHOD = {
+    "method",
+    "preset",
+    "seed",
+    "model",
+    "dtype",
+    "max_tokens",
+    "window",
+    "stride",
+    "context",
+    "readings",
+    "warmup_steps",
+    "exchanges",
+    "passes",
+}
 
 Settings = TypeVar("Settings", ReadSettings, StudySettings)
 
@@ -65,7 +78,7 @@ def choose_values(settings: AdapterSettings) -> dict[str, Any]:
     method = METHODS[settings.method]
     chosen = {}
     for name, value in settings.list_given().items():
-        if name not in (*_COMMON, *_SEEN):
+        if name not in _OF_EVERY_METHOD:
             chosen[name] = value
     return method.complete(list_settings(settings), chosen)
 
@@ -161,7 +174,7 @@ def split_methods(settings: Settings, methods: Sequence[str]) -> dict[str, Setti
     methods has, are a `ValueError`. No base is needed for this.
     """
     chosen: dict[str, Settings] = {}
-    unused = set(settings.list_given()) - {*_COMMON, *_SEEN}
+    unused = settings.list_given().keys() - _OF_EVERY_METHOD
     for spec in methods:
         name, fields = parse_method(spec)
         label = spec.replace(":", "-lr")
@@ -170,7 +183,7 @@ def split_methods(settings: Settings, methods: Sequence[str]) -> dict[str, Setti
             raise ValueError(f"{rule}: drop the second one")
         candidate = dataclasses.replace(settings, method=name)
         known = list_settings(candidate)
-        missing = {field: None for field in _list_method_fields(settings) if field not in known}
+        missing = dict.fromkeys(vars(settings).keys() - _OF_EVERY_METHOD - known.keys())
         values = {**missing, **fields}
         chosen[label] = dataclasses.replace(candidate, **values)
         choose_values(chosen[label])
@@ -179,11 +192,6 @@ def split_methods(settings: Settings, methods: Sequence[str]) -> dict[str, Setti
         names = ", ".join(methods)
         raise ValueError(f"{field} has no meaning for the methods {names}: leave it out")
     return chosen
-
-
-def _list_method_fields(settings: AdapterSettings) -> set[str]:
-    """Return the fields of a stage that not every method has."""
-    return set(vars(settings)) - {*_COMMON, *_SEEN}
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:

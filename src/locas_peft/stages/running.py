@@ -400,7 +400,8 @@ def _open(
         model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
         peak = PeakMemory(setup.base.device)
         stage = make_stage(model, earlier)
-        shared = _describe_run(model, stage, setup.settings, origin)
+        described = _describe_run(model, stage, setup.settings, origin)
+        shared = {**described, "base": digests["base_sha256"]}
         run = StageRun(stage, place, folder, shared, former)
 
         def save(run: StageRun) -> Record:
@@ -595,7 +596,7 @@ def _load_earlier(start: str | Path | None) -> list[Exchange]:
 def _describe_run(
     model: nn.Module, stage: Stage, settings: AdapterSettings, origin: str | None
 ) -> dict[str, Any]:
-    """Return what a checkpoint must share with the run that goes on from it, as plain values."""
+    """Return the settings and adapters that a checkpoint must share with its continuation."""
     adapters = {}
     for name, config in active_configs(model).items():
         # In their order: the first field that differs is named, and others follow from the type.
@@ -606,7 +607,6 @@ def _describe_run(
         "settings": {**_list_shared(settings), "origin": origin},
         "trainer": stage.describe(),
         "adapters": adapters,
-        "base": fingerprint(model),
     }
 
 

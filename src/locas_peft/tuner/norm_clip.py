@@ -18,7 +18,8 @@ and a forward without gradients that `torch.compile` has traced clips nothing.
 The clip writes through `.data`: no version counter moves, so that autograd does not object to two
 forwards before one backward. It is idempotent. After a step of training it scales every row above
 the radius, as a clip after each optimizer step does. Rows whose norms are those that the last clip
-left, and rows that were initialized, loaded or restored, may exceed the radius by rounding.
+left, and rows that were initialized, loaded or restored, may exceed the radius by the rounding of
+bfloat16.
 """
 
 from collections.abc import Sequence
