@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.memories import checkpoint
+from locas_peft.model import fingerprint
 from locas_peft.stages import Place, StageRun
 from locas_peft.stages.running import _describe_run
 from locas_peft.stages.stage import Stage
@@ -80,7 +81,8 @@ class TrainerStage(Stage):
 def make_run(trainer: TestTimeTrainer, folder: Path, text_sha256: str | None = None) -> StageRun:
     """Return a stage of a trainer, whose checkpoints are in a folder."""
     stage = TrainerStage(trainer, text_sha256)
-    shared = _describe_run(trainer.model, stage, trainer.settings, None)
+    base_sha256 = fingerprint(trainer.model)
+    shared = _describe_run(trainer.model, stage, trainer.settings, None, base_sha256)
     return StageRun(stage, Place(), folder, shared)
 
 

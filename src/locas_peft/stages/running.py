@@ -400,8 +400,8 @@ def _open(
         model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
         peak = PeakMemory(setup.base.device)
         stage = make_stage(model, earlier)
-        described = _describe_run(model, stage, setup.settings, origin)
-        shared = {**described, "base": digests["base_sha256"]}
+        base_sha256 = digests["base_sha256"]
+        shared = _describe_run(model, stage, setup.settings, origin, base_sha256)
         run = StageRun(stage, place, folder, shared, former)
 
         def save(run: StageRun) -> Record:
@@ -594,9 +594,13 @@ def _load_earlier(start: str | Path | None) -> list[Exchange]:
 
 
 def _describe_run(
-    model: nn.Module, stage: Stage, settings: AdapterSettings, origin: str | None
+    model: nn.Module,
+    stage: Stage,
+    settings: AdapterSettings,
+    origin: str | None,
+    base_sha256: str,
 ) -> dict[str, Any]:
-    """Return the settings and adapters that a checkpoint must share with its continuation."""
+    """Return what a checkpoint must share with the run that goes on from it, as plain values."""
     adapters = {}
     for name, config in active_configs(model).items():
         # In their order: the first field that differs is named, and others follow from the type.
@@ -607,6 +611,7 @@ def _describe_run(
         "settings": {**_list_shared(settings), "origin": origin},
         "trainer": stage.describe(),
         "adapters": adapters,
+        "base": base_sha256,
     }
 
 
