@@ -18,14 +18,25 @@ from pathlib import Path
 
 import torch
 import transformers
-from paper_tables import pg19, sweep
+from paper_tables import baselines, gap, locomo, mmlu, pg19, sweep, timing
+from paper_tables.ablations import Init, Width
 from paper_tables.bench import Bench
 from paper_tables.scales import CPU, GPU, QUICK, SCALES, Scale
 
 from locas_peft.files import check_output_directory
 from locas_peft.processes import join_processes
 
-TABLES = {"sweep": sweep, "pg19": pg19}
+TABLES = {
+    "sweep": sweep,
+    "pg19": pg19,
+    "init": Init(),
+    "width": Width(),
+    "mmlu": mmlu,
+    "locomo": locomo,
+    "baselines": baselines,
+    "gap": gap,
+    "time": timing,
+}
 
 
 def choose_scale(arguments: argparse.Namespace) -> Scale:

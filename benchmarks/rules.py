@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import describe_machine
-from peft import get_peft_model
+from paper_tables.baselines import DynamicEvaluation
 from plotting import label_axes, make_figure, pick_colours, save_figure
 from torch import nn
 
-from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft import TestTimeTrainer, backbone
 from locas_peft.files import write_json
 from locas_peft.stages import ReadSettings, attached, complete, make_trainer
 from locas_peft.text import tokenize, unwrap
@@ -51,39 +50,6 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-class DynamicEvaluation(torch.optim.Optimizer):
-    """RMS dynamic evaluation: p <- p - lr g / (s + mean of s) + decay (p0 - p) min(s / mean of s, 1 / decay).
-
-    s is the root of the mean square of a weight's gradients on another text. While `lr` is 0, steps only collect it.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, decay: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.decay, self.steps, self.roots = decay, 0, None
-        (group,) = self.param_groups
-        self.starts = [parameter.detach().clone() for parameter in group["params"]]
-        self.squares = [torch.zeros_like(parameter) for parameter in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        (group,) = self.param_groups
-        if group["lr"] == 0:
-            self.steps += 1
-            for square, parameter in zip(self.squares, group["params"], strict=True):
-                square += parameter.grad.square()
-            return
-        if self.roots is None:
-            self.roots = [(square / self.steps).sqrt() for square in self.squares]
-            self.mean = sum(root.sum() for root in self.roots) / sum(
-                root.numel() for root in self.roots
-            )
-        for parameter, start, root in zip(group["params"], self.starts, self.roots, strict=True):
-            parameter -= group["lr"] * parameter.grad / (root + self.mean)
-            parameter += (
-                self.decay * (start - parameter) * (root / self.mean).clamp(max=1 / self.decay)
-            )
-
-
 def follow(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[tuple[int, float, float]]:
     """Read a text; return after each chunk the tokens scored, their nll in nats, and the processor seconds so far."""
     points, tokens, nats, began = [], 0, 0.0, time.process_time()
@@ -97,30 +63,16 @@ def follow_dynamic(
     base: nn.Module, ids: torch.Tensor, other: torch.Tensor, rate: float, decay: float
 ) -> list[Any]:
     """As `follow`, by dynamic evaluation of all weights, which are restored; the pass over `other` is not timed."""
-    state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    model = get_peft_model(
-        base, LocasConfig(r=1, init_weights="gaussian")
-    )  # of values 0, frozen: it says nothing
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("locas_" not in name)
-    made: list[DynamicEvaluation] = []
-
-    def make(parameters: list[nn.Parameter]) -> DynamicEvaluation:
-        made[:] = made or [DynamicEvaluation(parameters, 0.0, decay)]
-        return made[0]
-
-    options = {
-        **CHUNKS,
-        "learning_rate": None,
-        "warmup_steps": 0,
-        "optimizer": make,
-    }
-    for _ in TestTimeTrainer(model, **options).read(other):
+    parameters = list(base.requires_grad_(True).parameters())
+    optimizer = DynamicEvaluation(parameters, 0.0, decay)
+    options = {**CHUNKS, "learning_rate": None, "warmup_steps": 0, "parameters": parameters}
+    options["optimizer"] = lambda _: optimizer
+    for _ in TestTimeTrainer(base, **options).read(other):
         pass
-    made[0].param_groups[0]["lr"] = rate
-    points = follow(TestTimeTrainer(model, **options), ids)
-    base = model.unload()
-    base.load_state_dict(state)
+    optimizer.param_groups[0]["lr"] = rate
+    points = follow(TestTimeTrainer(base, **options), ids)
+    optimizer.restore()
+    base.requires_grad_(False)
     return points
 
 

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from measuring import describe_machine
 from locas_peft import backbone
 from locas_peft.bases import load_base
 from locas_peft.evaluation import Unit, run_units
+from locas_peft.evaluation.drift import Piece, write_own_answers
 from locas_peft.evaluation.intervals import Interval, mean_interval
 from locas_peft.files import load_json
 from locas_peft.stages import Place, complete, read
@@ -79,7 +80,7 @@ class Bench:
             # They were trained on windows of this length.
             self.common = {"window": 512, "stride": 256}
         # A book is tokenized once.
-        self.ids = cache(self._load_ids)
+        self._ids = cache(self._load_ids)
 
     @property
     def is_gated(self) -> bool:
@@ -100,7 +101,7 @@ class Bench:
 
     def document(self, name: str, tokens: int) -> torch.Tensor:
         """Return the first tokens of a book, LongTensor [T]."""
-        return self.ids(name)[:tokens]
+        return self._ids(name)[:tokens]
 
     def describe(self) -> dict[str, Any]:
         """Return where a result comes from: host, commit, machine and date."""
@@ -110,6 +111,11 @@ class Bench:
             "date": date.today().isoformat(),
             "machine": describe_machine(self.base.device),
         }
+
+    @cached_property
+    def own_answers(self) -> list[Piece]:
+        """What the base without a memory answers to everyday questions."""
+        return write_own_answers(self.base, self.tokenizer)
 
     # ------------------------------------------------------------------ units
 
@@ -159,7 +165,7 @@ class Bench:
         """
         ids = self.document(document, tokens)
         settings = complete(row.settings(self.common, seed), self.base)
-        slug = self._name_file(row)
+        slug = self.name_file(row)
         about = {
             "row": slug,
             "document": document,
@@ -194,7 +200,7 @@ class Bench:
         path = f"readings/{document}-{len(ids)}/{slug}-seed{seed}.json"
         return self.unit(path, about, measure, size=len(ids))
 
-    def _name_file(self, row: Row) -> str:
+    def name_file(self, row: Row) -> str:
         """Return a row's name as that of a file: the settings that are not the method's own.
 
         Two rows with the same settings share their results.

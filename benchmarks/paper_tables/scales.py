@@ -19,6 +19,7 @@ class Scale:
         short_tokens: of each of the six books over which the intervals are; 0 for none of them.
         ablation_tokens: of the tables init and width.
         baseline_tokens: of the table of other methods.
+        baseline_sweep_tokens: of the training book, for that table.
         seeds: of the table init.
         memory_tokens: of the book that a memory has read before MMLU.
         questions: of each of MMLU's subjects; None for all.
@@ -40,6 +41,7 @@ class Scale:
     short_tokens: int
     ablation_tokens: int
     baseline_tokens: int
+    baseline_sweep_tokens: int
     seeds: int
     memory_tokens: int
     questions: int | None
@@ -67,6 +69,7 @@ QUICK = Scale(
     short_tokens=0,
     ablation_tokens=2_048,
     baseline_tokens=2_048,
+    baseline_sweep_tokens=1_024,
     seeds=1,
     memory_tokens=4_096,
     questions=2,
@@ -87,6 +90,7 @@ CPU = Scale(
     short_tokens=12_288,
     ablation_tokens=12_288,
     baseline_tokens=12_288,
+    baseline_sweep_tokens=4_096,
     seeds=3,
     memory_tokens=50_176,
     questions=20,
@@ -107,6 +111,7 @@ GPU = Scale(
     short_tokens=50_176,
     ablation_tokens=50_176,
     baseline_tokens=50_176,
+    baseline_sweep_tokens=12_288,
     seeds=3,
     memory_tokens=200_704,
     questions=None,

@@ -3,7 +3,7 @@
 They are listed once, and again only after adapters were switched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,10 @@ class ActiveParts:
     To walk all modules of a model takes a tenth of the time of a small chunk, so that `update`
     looks at the adapter layers alone.
 
+    Args:
+        host: the model.
+        parameters: what is trained; None for the parameters of the adapters that are in use.
+
     Attributes:
         parameters: what is trained; nothing for a plain model, whose own weights all require
             gradients.
@@ -30,8 +34,9 @@ class ActiveParts:
             caller.
     """
 
-    def __init__(self, host: CausalLM):
+    def __init__(self, host: CausalLM, parameters: Iterable[nn.Parameter] | None = None):
         self._host = host
+        self._given = None if parameters is None else list(parameters)
         self.walk()
 
     def walk(self) -> None:
@@ -41,7 +46,9 @@ class ActiveParts:
         self._layers = [module for module in self._modules if isinstance(module, ADAPTER_LAYERS)]
         self._switches = self._read_switches()
         self.parameters: list[nn.Parameter] = []
-        if self._host.has_adapter():
+        if self._given is not None:
+            self.parameters = self._given
+        elif self._host.has_adapter():
             self.parameters = trained_parameters(model)
         self.calibrated = False
 

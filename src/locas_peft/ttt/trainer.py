@@ -51,6 +51,8 @@ class TestTimeTrainer:
         steps: what else happens in a reading, in this order (see `Step`): an `Anchor`,
             `MeanOfReadings`, or a `SlotWriter`, `RidgeWriter` or `ValueWriter`. With such a writer,
             neither `learning_rate` nor `optimizer` means that the memory is not trained as well.
+        parameters: what is trained, such as the base's own weights (dynamic evaluation); None for
+            the parameters of the active adapters.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
     Attributes:
@@ -73,6 +75,7 @@ class TestTimeTrainer:
         *,
         optimizer: OptimizerFactory | None = None,
         steps: Iterable[Step] = (),
+        parameters: Iterable[nn.Parameter] | None = None,
         **fields: Any,
     ):
         self.model = model
@@ -90,7 +93,7 @@ class TestTimeTrainer:
             optimizer,
         )
         self._optimizer = optimizer
-        self._active = ActiveParts(self.host)
+        self._active = ActiveParts(self.host, parameters)
         self._check_optimizer()
         self._scorer = Scorer(self.host, self.settings)
         self._check_steps()

@@ -1,0 +1,145 @@
+"""The paper's ablations: how a memory's rows are made (table init), and its width (table width)."""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from measuring import make_table
+
+from locas_peft.evaluation import Unit
+
+from .bench import LONG_BOOKS, Bench, compare_chunks
+from .rows import LOCAS, NONE, Row, locas, lora
+from .sweep import LOCAS_RATES, LORA_RATES, best_rate, choose_rate
+
+__all__ = ["Init", "Width"]
+
+BOOK = LONG_BOOKS[0]
+STRATEGIES = {
+    "topk": "top-K clones",
+    "random": "random clones",
+    "bottomk": "bottom-K clones",
+    "gaussian": "gaussian",
+    "activation": "normalised activations",
+}
+# The paper found that activations converge at 1e-6 alone.
+ACTIVATION_RATES = (4e-3, 1e-3, 1e-6, 1e-4, 1e-5)
+WIDTHS = (16, 32, 64, 128)
+
+
+class Init:
+    """Strategies of initialisation, each at the best rate of its own sweep, over seeds."""
+
+    PAPER = (
+        "The paper, Qwen3-1.7B-Base, 50K tokens: no memory 20.60, gaussian 20.44, activations "
+        "20.58, random clones 20.02, bottom-K 20.04, top-K 20.00."
+    )
+
+    def _make_row(self, strategy: str) -> Callable[[float], Row]:
+        def make(rate: float) -> Row:
+            return locas(64, rate, name=STRATEGIES[strategy], init=strategy)
+
+        return make
+
+    def _choose(self, bench: Bench, strategy: str, make: bool) -> Row | None:
+        """Return a strategy's row at its best rate; None where the sweep has not been finished."""
+        rates = ACTIVATION_RATES if strategy == "activation" else LOCAS_RATES
+        make_row = self._make_row(strategy)
+        find = choose_rate if make else best_rate
+        rate = find(bench, make_row, rates)
+        return None if rate is None else make_row(rate)
+
+    def _list_units(self, bench: Bench, row: Row) -> list[Unit]:
+        seeds = range(bench.scale.seeds)
+        return [bench.reading(row, BOOK, bench.scale.ablation_tokens, seed) for seed in seeds]
+
+    def fill(self, bench: Bench) -> None:
+        """Read the first tokens of a book with each strategy."""
+        if not bench.is_gated:
+            return
+        units = [bench.reading(NONE, BOOK, bench.scale.ablation_tokens)]
+        for strategy in STRATEGIES:
+            units += self._list_units(bench, self._choose(bench, strategy, make=True))
+        bench.run(units)
+
+    def tabulate(self, bench: Bench) -> str:
+        """Return the perplexities by strategy: mean and standard deviation over seeds."""
+        if not bench.is_gated:
+            return ""
+        none = bench.load(bench.reading(NONE, BOOK, bench.scale.ablation_tokens))
+        if none is None:
+            return ""
+        lines = [["no memory", "-", f"{none['figures']['perplexity']:.3f}", "-", "1"]]
+        for strategy, label in STRATEGIES.items():
+            row = self._choose(bench, strategy, make=False)
+            if row is None:
+                continue
+            perplexities = []
+            for unit in self._list_units(bench, row):
+                result = bench.load(unit)
+                if result is not None:
+                    perplexities.append(result["figures"]["perplexity"])
+            if perplexities:
+                lines.append([label, f"{row.given['learning_rate']:g}", *_spread(perplexities)])
+        head = ["", "rate", "perplexity", "standard deviation", "seeds"]
+        note = f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}."
+        return f"{note}\n\n{make_table(head, lines)}\n\n{self.PAPER}"
+
+
+def _spread(values: list[float]) -> list[str]:
+    """Return the cells of a mean, a standard deviation and a count."""
+    deviation = "-"
+    if len(values) > 1:
+        deviation = f"{statistics.stdev(values):.3f}"
+    return [f"{statistics.fmean(values):.3f}", deviation, str(len(values))]
+
+
+class Width:
+    """Widths of Locas, at its default rate, and of LoRA at the best rate of r=64's sweep."""
+
+    PAPER = (
+        "The paper, Qwen3-1.7B-Base, 50K tokens, r = 16, 32, 64, 128: TempLoRA 20.19, 20.09, "
+        "20.03, 20.04; Locas 20.01, 20.01, 20.00, 19.97; no memory 20.60."
+    )
+
+    def _list_rows(self, bench: Bench, make: bool) -> Iterator[Row]:
+        find = choose_rate if make else best_rate
+        rate = find(bench, lambda rate: lora(64, rate), LORA_RATES)
+        yield NONE
+        for width in WIDTHS:
+            if rate is not None:
+                yield lora(width, rate)
+        for width in WIDTHS:
+            if bench.is_gated:
+                yield LOCAS if width == 64 else locas(width)
+
+    def fill(self, bench: Bench) -> None:
+        """Read the first tokens of a book with each width."""
+        units = []
+        for row in self._list_rows(bench, make=True):
+            units.append(bench.reading(row, BOOK, bench.scale.ablation_tokens))
+        bench.run(units)
+
+    def tabulate(self, bench: Bench) -> str:
+        """Return the perplexities by width, and the difference from Locas of r=64."""
+        results = {}
+        for row in self._list_rows(bench, make=False):
+            result = bench.load(bench.reading(row, BOOK, bench.scale.ablation_tokens))
+            if result is not None:
+                results[row.name] = result
+        if not results:
+            return ""
+        reference = results.get(LOCAS.name)
+        lines = []
+        for name, result in results.items():
+            figures = result["figures"]
+            difference = "-"
+            if reference is not None and result is not reference:
+                interval = compare_chunks(result, reference)
+                difference = (
+                    f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
+                )
+            cells = [name, f"{figures['parameters']:,}", f"{figures['perplexity']:.3f}", difference]
+            lines.append(cells)
+        head = ["", "parameters", "perplexity", "nats a token to Locas r=64"]
+        note = f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}."
+        return f"{note}\n\n{make_table(head, lines)}\n\n{self.PAPER}"

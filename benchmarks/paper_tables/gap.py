@@ -1,0 +1,163 @@
+"""Where LoRA's gain beyond a memory's lies: which projections, which width, which parts train.
+
+Experiments on a training book, which reports nothing: each row at the best of its rates there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from measuring import make_table
+from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+
+from locas_peft import LocasConfig, TestTimeTrainer
+from locas_peft.tables import format_mean
+from locas_peft.tuner.modules import remember_modules
+
+from .baselines import Baseline, choose_rate, make_unit, open_adapter, open_row, training_fields
+from .bench import SWEEP_BOOK, Bench, compare_chunks
+from .rows import Row, locas, lora
+from .sweep import LOCAS_RATES, LORA_RATES
+
+__all__ = ["fill", "tabulate"]
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+FFN = ["gate_proj", "up_proj", "down_proj"]
+
+
+def _lora_on(targets: list[str]) -> PeftConfig:
+    return LoraConfig(r=64, lora_alpha=64, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def _is_value(name: str) -> bool:
+    return "locas_down" in name
+
+
+@contextmanager
+def _open_values(bench: Bench, rate: float | None) -> Iterator[TestTimeTrainer]:
+    """Attach a memory whose cloned rows stay as they are: its values alone are trained."""
+    with locas(64, rate, anchor=0.0).open(bench.base, bench.common) as trainer:
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and not _is_value(name):
+                parameter.requires_grad_(False)
+        yield TestTimeTrainer(trainer.model, **training_fields(bench, rate))
+
+
+@contextmanager
+def _open_both(bench: Bench, rate: float | None) -> Iterator[TestTimeTrainer]:
+    """Attach a memory beside each FFN, and LoRA of r=16 on the output of attention."""
+    restore = remember_modules(bench.base)
+    torch.manual_seed(0)
+    try:
+        config = LoraConfig(r=16, lora_alpha=16, target_modules=["o_proj"])
+        inject_adapter_in_model(config, bench.base, adapter_name="attention")
+        model = get_peft_model(bench.base, LocasConfig(r=64, task_type="CAUSAL_LM"))
+        trained = [weight for name, weight in model.named_parameters() if _is_of_both(name)]
+        for weight in trained:
+            weight.requires_grad_(True)
+        fields = training_fields(bench, rate)
+        # LoRA's usual rate is a quarter of a memory's.
+        yield TestTimeTrainer(
+            model, parameters=trained, optimizer=partial(_two_rates, model, rate), **fields
+        )
+    finally:
+        restore()
+
+
+def _is_of_both(name: str) -> bool:
+    return any(part in name for part in ("locas_gate", "locas_up", "locas_down", "lora_"))
+
+
+def _two_rates(model: nn.Module, rate: float, parameters: list[nn.Parameter]) -> Any:
+    """Make AdamW with `rate` for the memory and a thirteenth of it for LoRA's matrices."""
+    own = []
+    others = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            (others if "lora_" in name else own).append(weight)
+    groups = [{"params": own, "lr": rate}, {"params": others, "lr": rate * 3e-4 / 4e-3}]
+    return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def _without_anchor(rate: float | None) -> Row:
+    return locas(64, rate, anchor=0.0)
+
+
+ROWS = [
+    Baseline("no memory", partial(open_row, lambda rate: Row("no memory", "none"))),
+    Baseline("LoRA r=64", partial(open_row, partial(lora, 64)), LORA_RATES[:2]),
+    Baseline("LoRA r=16", partial(open_row, partial(lora, 16)), LORA_RATES[:2]),
+    Baseline(
+        "LoRA r=64, attention alone",
+        partial(open_adapter, partial(_lora_on, ATTENTION)),
+        LORA_RATES[:2],
+    ),
+    Baseline("LoRA r=64, FFN alone", partial(open_adapter, partial(_lora_on, FFN)), LORA_RATES[:2]),
+    Baseline("Locas r=64", partial(open_row, partial(locas, 64)), LOCAS_RATES[:3], True),
+    Baseline(
+        "Locas r=64, without the anchor", partial(open_row, _without_anchor), LOCAS_RATES[:1], True
+    ),
+    Baseline("Locas r=64, values alone", _open_values, (4e-3, 8e-3), True),
+    Baseline("Locas r=64 and LoRA r=16 on attention's output", _open_both, (4e-3,), True),
+    Baseline(
+        "Locas r=64, upper half of the layers",
+        partial(open_row, partial(locas, 64, layers_to_transform="upper")),
+        LOCAS_RATES[:1],
+        True,
+    ),
+]
+
+
+def _list_rows(bench: Bench) -> list[Baseline]:
+    return [row for row in ROWS if bench.is_gated or not row.needs_gated]
+
+
+def fill(bench: Bench) -> None:
+    """Read the training book with each row at each of its rates."""
+    for row in _list_rows(bench):
+        if row.rates:
+            choose_rate(bench, row, "gap", bench.scale.sweep_tokens, make=True)
+        else:
+            bench.run([make_unit(bench, row, None, SWEEP_BOOK, bench.scale.sweep_tokens, "gap")])
+
+
+def tabulate(bench: Bench) -> str:
+    """Return each row's gain at its best rate, and its difference from the memory."""
+    results = {}
+    for row in _list_rows(bench):
+        known, rate = choose_rate(bench, row, "gap", bench.scale.sweep_tokens, make=False)
+        if not known:
+            continue
+        unit = make_unit(bench, row, rate, SWEEP_BOOK, bench.scale.sweep_tokens, "gap")
+        result = bench.load(unit)
+        if result is not None:
+            results[row.name] = (rate, result)
+    if "no memory" not in results:
+        return ""
+    _, none = results["no memory"]
+    _, memory = results.get("Locas r=64", (None, None))
+    lines = []
+    for name, (rate, result) in results.items():
+        figures = result["figures"]
+        difference = "-"
+        if memory is not None and result is not memory:
+            difference = format_mean(compare_chunks(result, memory), 4)
+        lines.append(
+            [
+                name,
+                "-" if rate is None else f"{rate:g}",
+                f"{figures['parameters']:,}",
+                f"{figures['perplexity']:.3f}",
+                format_mean(compare_chunks(none, result), 4),
+                difference,
+                f"{figures['processor_seconds']:,.0f}",
+            ]
+        )
+    head = ["", "rate", "parameters", "perplexity", "gain, nats a token"]
+    head += ["nats a token to Locas r=64", "processor time, s"]
+    tokens = f"{bench.scale.sweep_tokens:,}"
+    note = f"The first {tokens} tokens of training book {SWEEP_BOOK}, on which each rate is chosen."
+    return f"{note}\n\n{make_table(head, lines)}"

@@ -1,0 +1,125 @@
+"""The paper's table of LoCoMo: questions about a dialogue that a memory has read, by the F1."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from measuring import make_table
+
+from locas_peft.evaluation import Run, run_locomo
+from locas_peft.evaluation.conversations import Conversation, load_locomo
+from locas_peft.evaluation.f1 import CATEGORIES
+from locas_peft.evaluation.intervals import mean_interval
+from locas_peft.evaluation.locomo import LocomoPlan
+from locas_peft.files import load_json
+from locas_peft.tables import format_mean, format_percent
+
+from .bench import Bench
+from .pg19 import best_lora
+from .rows import DEFAULT_LORA, LOCAS, Row
+
+__all__ = ["fill", "tabulate"]
+
+SETTINGS = ("no-context", "full-context")
+PAPER_NOTE = (
+    "The paper, Qwen3-1.7B-Base, F1 of single-hop, multi-hop, open-domain, temporal, adversarial: "
+    "full attention 37.3, 23.8, 14.0, 33.5, -33.0; with TempLoRA 37.7, 23.1, 13.3, 29.1, -31.8; "
+    "with Locas 41.6, 25.2, 14.1, 34.1, -28.7. No context 5.6, 4.6, 10.8, 1.3, -5.2; with TempLoRA "
+    "5.2, 4.5, 9.3, 1.3, -5.4; with Locas 6.8, 8.4, 10.6, 4.3, -5.9."
+)
+
+
+def _list_rows(bench: Bench, make: bool) -> dict[str, Row]:
+    """Return the methods that read a dialogue, by their names in files."""
+    rows = {"lora-default": DEFAULT_LORA}
+    best = best_lora(bench, make)
+    if best is not None:
+        rows["lora-best"] = best
+    if bench.is_gated:
+        rows["locas"] = LOCAS
+    return rows
+
+
+def load_conversations(bench: Bench) -> list[Conversation]:
+    """Load the first conversations of the release, each with the questions of the scale."""
+    files = sorted((bench.data / "locomo").glob("*.json"))
+    if not files:
+        where = str(bench.data / "locomo")
+        raise FileNotFoundError(f"--data must hold LoCoMo, got no .json file in {where!r}: add it")
+    conversations, _ = load_locomo(files[0])
+    chosen = []
+    for conversation in conversations[: bench.scale.conversations]:
+        chosen.append(_draw_questions(conversation, bench.scale.locomo_questions))
+    return chosen
+
+
+def _draw_questions(conversation: Conversation, count: int | None) -> Conversation:
+    """Draw so many questions of each category, in their order; all where `count` is None."""
+    if count is None:
+        return conversation
+    random_state = random.Random(0)
+    indices = set()
+    for category in CATEGORIES:
+        own = [item.index for item in conversation.questions if item.category == category]
+        indices.update(random_state.sample(own, min(count, len(own))))
+    questions = tuple(item for item in conversation.questions if item.index in indices)
+    return replace(conversation, questions=questions)
+
+
+def fill(bench: Bench) -> None:
+    """Let each method read the dialogues, and ask it with the dialogue in context and without."""
+    methods = {}
+    for name, row in _list_rows(bench, make=True).items():
+        methods[name] = replace(row.settings(bench.common), model=bench.host)
+    run = Run(bench.base, bench.tokenizer, methods, bench.folder, common=_describe(bench))
+    plan = LocomoPlan(SETTINGS, wrong_memory=False)
+    run_locomo(run, load_conversations(bench), plan)
+
+
+def _describe(bench: Bench) -> dict[str, Any]:
+    return {"model": bench.host, "dtype": str(bench.base.dtype).removeprefix("torch.")}
+
+
+def tabulate(bench: Bench) -> str:
+    """Return the F1s by category, and the paired differences from the base."""
+    file = bench.folder / "locomo.json"
+    if not file.exists():
+        return ""
+    figures = load_json(file)
+    names = [*CATEGORIES.values(), "answerable", "abstention"]
+    labels = {"none": "base"}
+    for name, row in _list_rows(bench, make=False).items():
+        labels[name] = row.name
+    lines = []
+    for setting in SETTINGS:
+        base = _load_f1(bench, "none", setting)
+        for method, groups in figures["answers"].items():
+            if method not in labels or setting not in groups:
+                continue
+            (means,) = groups[setting].values()
+            cells = [f"{labels[method]}, {setting}"]
+            cells += [format_percent(means.get(name)) for name in names]
+            own = _load_f1(bench, method, setting)
+            differences = [own[key] - base[key] for key in base if key in own]
+            change = mean_interval(differences)
+            cells.append("-" if method == "none" else format_mean(change, 2, 100.0))
+            lines.append(cells)
+    conversations = ", ".join(figures["conversations"])
+    note = (
+        f"F1 in %, by LoCoMo's rules for each category, with 95% intervals over questions; "
+        f"conversations {conversations}. The last column is the paired change of all categories "
+        "but the adversarial one. Greedy answers of at most 32 tokens."
+    )
+    table = make_table(["", *names, "change from the base"], lines)
+    return f"{note}\n\n{table}\n\n{PAPER_NOTE}"
+
+
+def _load_f1(bench: Bench, method: str, setting: str) -> dict[tuple[str, int], float]:
+    """Return the F1 of each question that has an answer, by conversation and index."""
+    folder = bench.folder / "locomo" / "predictions" / ("base" if method == "none" else method)
+    scores = {}
+    for file in sorted(folder.glob(f"*.{setting}.*.json")):
+        for record in load_json(file):
+            if CATEGORIES[record["category"]] != "adversarial":
+                scores[record["sample_id"], record["index"]] = record["f1"]
+    return scores

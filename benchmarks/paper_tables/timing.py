@@ -1,0 +1,285 @@
+"""What reading costs: rows that read one document side by side, a few chunks each in turn.
+
+Each ratio compares times that were taken within seconds of each other, in one process. The rows
+share the base's weights; each has its own layers and adapter. On a machine that also runs other
+programs, processor time is more reliable than wall time; both are given.
+"""
+
+import math
+import multiprocessing
+import statistics
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from itertools import islice
+from typing import Any
+
+import torch
+from measuring import make_table, share_weights, wait
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from locas_peft.bases import load_base
+from locas_peft.evaluation import Unit
+from locas_peft.model import count_positions
+from locas_peft.stages import PeakMemory, complete
+
+from .bench import SWEEP_BOOK, Bench
+from .rows import DEFAULT_LORA, LOCAS, NARROW, NONE, Row, locas, two_layer_rows
+
+__all__ = ["fill", "tabulate"]
+
+TURN_CHUNKS = 4
+MOST_COUNTED_CHUNKS = 16
+LEAST_TURNS = 3
+AGAIN = Row("no memory, each window read again", "none", {"context": "recompute"})
+PAPER_NOTE = (
+    "The paper, Qwen3-0.6B-Base, relative to no memory with a 2K window that is read again for "
+    "each chunk: TempLoRA 4.3, Locas 1.4; Qwen3-1.7B-Base 4.7 and 1.8."
+)
+
+
+class TimedReading:
+    """A row's reading in progress, on a model that shares the base's weights.
+
+    Attributes:
+        parameters: how many are trained.
+        turns: wall and processor seconds of each turn, by "seconds" and "processor_seconds".
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        base: PreTrainedModel,
+        row: Row,
+        common: Mapping[str, Any],
+        ids: torch.Tensor,
+    ):
+        self._device = base.device
+        trainer = stack.enter_context(row.open(share_weights(base), common))
+        self._trainer = trainer
+        self._chunks = stack.enter_context(closing(trainer.read(ids)))
+        self.parameters = sum(weight.numel() for weight in trainer.learner.parameters())
+        self.turns: dict[str, list[float]] = {"seconds": [], "processor_seconds": []}
+
+    def take_turn(self) -> None:
+        """Read the chunks of a turn, and record their times."""
+        began = time.process_time()
+        seconds = sum(chunk.seconds for chunk in islice(self._chunks, TURN_CHUNKS))
+        # A GPU may still be at the last step.
+        self.turns["seconds"].append(seconds + wait(self._device))
+        self.turns["processor_seconds"].append(time.process_time() - began)
+
+    def count_operations(self, chunks: int) -> float:
+        """Read some chunks; return a chunk's operations in matrix products and in attention."""
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        counts = {attention: _count_attention, backward: _count_attention_backward}
+        with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+            for _ in islice(self._chunks, chunks):
+                pass
+        return counter.get_total_flops() / chunks
+
+    @property
+    def skipped_chunks(self) -> int:
+        """How many chunks were not learned: their times differ from those of others."""
+        return self._trainer.skipped_chunks
+
+
+def _count_attention(query: Any, key: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+    batch, heads, queries, size = query
+    return 2 * 2 * batch * heads * queries * key[2] * size
+
+
+def _count_attention_backward(outer: Any, query: Any, key: Any, *rest: Any, **named: Any) -> int:
+    # As torch counts it on other devices: the scores once more, then four gradients.
+    return 5 * _count_attention(query, key) // 2
+
+
+def count_chunks(bench: Bench, row: Row) -> int:
+    """Return the number of chunks after which a row's operations repeat.
+
+    The cache's context is fed again at two windows, or at the model's last position, and an anchor
+    acts on every n-th step.
+    """
+    settings = complete(row.settings(bench.common), bench.base)
+    cycle = 1
+    if settings.context == "cache":
+        twice = 2 * settings.window
+        limit = min(twice, count_positions(bench.base) or twice)
+        kept = max(settings.window - settings.stride, 1) - 1
+        cycle = max(1, (limit - kept) // settings.stride)
+    if cycle > MOST_COUNTED_CHUNKS:
+        # Too rare to matter.
+        cycle = TURN_CHUNKS
+    every = settings.anchor_every if settings.anchor else 1
+    return math.lcm(cycle, every)
+
+
+def time_rows(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Time rows side by side.
+
+    Args:
+        bench: its base is not changed.
+        rows: the references of `tabulate` among them.
+        ids: LongTensor [T]. The operations of the last few chunks are counted; these are not timed.
+
+    Returns:
+        One dictionary a row: `seconds` and `processor_seconds` of each turn in which all contexts
+        are full, `operations` a token, `parameters`.
+
+    Raises:
+        ValueError: the text is too short for three such turns, or a chunk was not learned.
+    """
+    counted = {row.name: count_chunks(bench, row) for row in rows}
+    window = bench.common["window"]
+    stride = bench.common["stride"]
+    turns = (len(ids) // stride - max(counted.values())) // TURN_CHUNKS
+    first = -(-window // (stride * TURN_CHUNKS))
+    if turns - first < LEAST_TURNS:
+        needed = ((first + LEAST_TURNS) * TURN_CHUNKS + max(counted.values())) * stride
+        raise ValueError(f"timed_tokens must be at least {needed:,}, got {len(ids):,}: raise it")
+    with ExitStack() as stack:
+        readings = {}
+        for row in rows:
+            readings[row.name] = TimedReading(stack, bench.base, row, bench.common, ids)
+        names = list(readings)
+        for turn in range(turns):
+            # No row is always the first.
+            start = turn % len(names)
+            for name in (*names[start:], *names[:start]):
+                readings[name].take_turn()
+        operations = {}
+        for name, reading in readings.items():
+            operations[name] = reading.count_operations(counted[name]) / stride
+    results = []
+    for name, reading in readings.items():
+        if reading.skipped_chunks:
+            raise ValueError(f"row {name!r} skipped chunks, whose times differ: lower its rate")
+        kept = {key: values[first:] for key, values in reading.turns.items()}
+        results.append(
+            {
+                "row": name,
+                "parameters": reading.parameters,
+                "operations": operations[name],
+                **kept,
+            }
+        )
+    return results
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def measure_peak(
+    model: str, device: str, dtype: str, row: Row, common: Mapping[str, Any], ids: torch.Tensor
+) -> int | None:
+    """Return the peak memory of a reading above the loaded model, in bytes, in this process."""
+    base, _ = load_base(model, dtype, device)
+    base.requires_grad_(False)
+    peak = PeakMemory(base.device)
+    before = peak.read()
+    with row.open(base, common) as trainer:
+        for _ in trainer.read(ids):
+            pass
+    after = peak.read()
+    if before is None or after is None:
+        return None
+    return after - before
+
+
+def measure_peaks(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> dict[str, int | None]:
+    """Return each row's peak memory above the loaded model.
+
+    Each row reads in a process of its own: freed memory stays with a process.
+    """
+    peaks = {}
+    context = multiprocessing.get_context("spawn")
+    threads = torch.get_num_threads()
+    for row in rows:
+        # A pool for each row: it would give the next row the same process.
+        with ProcessPoolExecutor(1, context, _prepare_process, (threads,)) as pool:
+            arguments = (bench.model, bench.device, bench.dtype, row, bench.common, ids)
+            peaks[row.name] = pool.submit(measure_peak, *arguments).result()
+    return peaks
+
+
+def _prepare_process(threads: int) -> None:
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def _list_rows(bench: Bench) -> list[Row]:
+    rows = [AGAIN, NONE, DEFAULT_LORA]
+    if not bench.is_gated:
+        return [*rows, *two_layer_rows()]
+    return [*rows, LOCAS, locas(name="Locas r=64, without the anchor", anchor=0.0), NARROW]
+
+
+def _make_unit(bench: Bench) -> Unit:
+    ids = bench.document(SWEEP_BOOK, bench.scale.timed_tokens)
+    rows = _list_rows(bench)
+
+    def measure(unit: Unit) -> dict[str, Any]:
+        results = time_rows(bench, rows, ids)
+        peaks = measure_peaks(bench, rows, ids[: len(ids) // 2])
+        for result in results:
+            result["peak_bytes"] = peaks[result["row"]]
+        return {"rows": results}
+
+    about = {"row": "all", "document": SWEEP_BOOK, "tokens": len(ids), "settings": bench.common}
+    return bench.unit("time/rows.json", about, measure)
+
+
+def fill(bench: Bench) -> None:
+    """Time the rows side by side, and measure the peak memory of each in its own process."""
+    bench.run([_make_unit(bench)])
+
+
+def tabulate(bench: Bench) -> str:
+    """Return the ratios to both rows without a memory and to TempLoRA."""
+    result = bench.load(_make_unit(bench))
+    if result is None:
+        return ""
+    rows = result["figures"]["rows"]
+    by_name = {row["row"]: row for row in rows}
+    references = [by_name[name] for name in (AGAIN.name, NONE.name, DEFAULT_LORA.name)]
+    lines = []
+    for row in rows:
+        cells = [row["row"], f"{row['parameters']:,}"]
+        for reference in references:
+            cells.append(_format_ratio(row, reference, "processor_seconds"))
+        cells.append(_format_ratio(row, references[0], "seconds"))
+        cells.append(f"{row['operations'] / references[1]['operations']:.2f}")
+        peak = row["peak_bytes"]
+        cells.append("-" if peak is None else f"{peak / 2**30:.2f}")
+        lines.append(cells)
+    head = [
+        "",
+        "parameters",
+        "processor time / window read again",
+        "/ no memory",
+        "/ TempLoRA",
+        "wall time / window read again",
+        "operations / no memory",
+        "peak above the model, GiB",
+    ]
+    note = (
+        f"{bench.scale.timed_tokens:,} tokens of book {SWEEP_BOOK}, the rows in turn, {TURN_CHUNKS} "
+        "chunks a turn: the median of a turn's ratio and its quartiles. Peak memory over half of "
+        "the text, each row in its own process."
+    )
+    return f"{note}\n\n{make_table(head, lines)}\n\n{PAPER_NOTE}"
+
+
+def _format_ratio(row: dict[str, Any], reference: dict[str, Any], key: str) -> str:
+    ratios = [own / other for own, other in zip(row[key], reference[key], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive")
+    if low == high:
+        return f"{middle:.2f}"
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,0 +1,345 @@
+"""The tables of the paper (`benchmarks/paper.py`): choices, units, comparisons, baselines."""
+
+import dataclasses
+import importlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from locas_peft import backbone, text
+from locas_peft.asking.scoring import score_targets
+from locas_peft.stages import ReadSettings, complete, score
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+MODULES = ("ablations", "baselines", "bench", "choices", "gap", "locomo", "mmlu", "pg19", "rows")
+PAIRS = {
+    "agreement": [
+        ("The dogs bark.", "The dogs barks."),
+        ("She sings.", "She sing."),
+        ("We go.", "We goes."),
+    ],
+    "islands": [("What did you see?", "What did you see it?")],
+}
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Import the script and its tables; their folder leaves the path afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        modules = {name: importlib.import_module(f"paper_tables.{name}") for name in MODULES}
+        modules["scales"] = importlib.import_module("paper_tables.scales")
+        modules["timing"] = importlib.import_module("paper_tables.timing")
+        modules["paper"] = importlib.import_module("paper")
+        yield type("Tables", (), modules)
+    for name in list(sys.modules):
+        if name in ("paper", "measuring") or name.split(".")[0] == "paper_tables":
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return backbone.load()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Make a folder of data sets: short texts under the books' names, and few questions."""
+    folder = tmp_path_factory.mktemp("data")
+    reference = text.python_reference()
+    for number, name in enumerate(["2118", "3649", "36235", "5274", "17769", "28345", "36087"]):
+        part = "train" if number in (0, 4, 5, 6) else "eval"
+        book = folder / "pg19" / part / f"{name}.txt"
+        book.parent.mkdir(parents=True, exist_ok=True)
+        book.write_text(reference[6000 * number : 6000 * number + 5000], encoding="utf-8")
+    questions = [make_question(subject, number) for subject in ("law", "art") for number in "12"]
+    write_lines(folder / "mmlu" / "test.jsonl", questions)
+    for name in ("arc_challenge", "piqa", "openbook_qa"):
+        rows = [{"query": "Question: What barks?", "choices": ["a dog", "a stone"], "gold": 0}]
+        write_lines(folder / "probes" / f"{name}.jsonl", rows)
+    write_pairs(folder / "blimp" / "BLiMP.zip")
+    return folder
+
+
+def make_question(subject, number):
+    choices = [f"choice {letter}{number}" for letter in "wxyz"]
+    return {"subject": subject, "question": f"Which {number}? ", "choices": choices, "answer": 2}
+
+
+def write_lines(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
+def write_pairs(file):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, pairs in PAIRS.items():
+            rows = [
+                {"UID": name, "sentence_good": good, "sentence_bad": bad} for good, bad in pairs
+            ]
+            archive.writestr(f"data/{name}.jsonl", "\n".join(map(json.dumps, rows)))
+            archive.writestr(f"__MACOSX/data/._{name}.jsonl", b"\x00\x05")
+
+
+@pytest.fixture(scope="module")
+def scale(tables):
+    return dataclasses.replace(
+        tables.scales.QUICK,
+        name="test",
+        sweep_tokens=300,
+        rates=2,
+        marks=(256, 600),
+        ablation_tokens=300,
+        baseline_tokens=300,
+        baseline_sweep_tokens=300,
+        memory_tokens=300,
+        questions=None,
+        unread_tokens=300,
+    )
+
+
+@pytest.fixture
+def bench(tables, data, scale, tmp_path):
+    return tables.bench.Bench(backbone.NAME, data, tmp_path / "out", scale, dtype="float32")
+
+
+# ---------------------------------------------------------------------- choices
+
+
+def test_the_prompt_of_mmlu_is_the_usual_one(tables, data):
+    items = tables.choices.load_mmlu(data / "mmlu" / "test.jsonl")
+    prompt = tables.choices.make_letter_prompts(items)[0]
+    assert prompt == (
+        "The following are multiple choice questions (with answers) about art.\n\n"
+        "Which 1?\nA. choice w1\nB. choice x1\nC. choice y1\nD. choice z1\nAnswer:"
+    )
+    with_example = tables.choices.make_letter_prompts(items[:1], shots=items[1:2])[0]
+    assert with_example.count("Answer:") == 2 and "Answer: C\n\n" in with_example
+
+
+def test_questions_are_drawn_from_each_subject_by_the_seed(tables, data):
+    file = data / "mmlu" / "test.jsonl"
+    drawn = tables.choices.load_mmlu(file, 1)
+    assert [item.subject for item in drawn] == ["art", "law"]
+    assert tables.choices.load_mmlu(file, 1) == drawn
+
+
+@pytest.mark.parametrize("shots", [0, 1])
+def test_letters_are_those_that_are_likeliest_one_by_one(tables, data, base, shots):
+    model, tokenizer = base
+    items = tables.choices.load_mmlu(data / "mmlu" / "test.jsonl")
+    examples = items[:shots]
+    found = tables.choices.find_right_letters(model, tokenizer, items, examples)
+    expected = []
+    for item, prompt in zip(
+        items, tables.choices.make_letter_prompts(items, examples), strict=True
+    ):
+        ids = tokenizer(prompt)["input_ids"]
+        nats = []
+        for letter in "ABCD":
+            whole = tokenizer(f"{prompt} {letter}")["input_ids"]
+            nats.append(score_targets(model, [(ids, whole[len(ids) :])])[0].nll_nats)
+        expected.append(nats.index(min(nats)) == item.gold)
+    assert found == expected
+
+
+def test_choices_are_compared_plainly_and_by_character(tables, base):
+    model, tokenizer = base
+    item = tables.choices.Item("Question: What did he see?", ("him", "the old man of the sea"), 1)
+    plain, by_character = tables.choices.find_right_choices(model, tokenizer, [item])
+    nats = []
+    for choice in item.choices:
+        pair = tables.choices.encode_pair(tokenizer, f"{item.question}\nAnswer:", f" {choice}")
+        nats.append(score_targets(model, [pair])[0].nll_nats)
+    assert plain == [nats[1] < nats[0]]
+    assert by_character == [nats[1] / 22 < nats[0] / 3]
+    assert plain != by_character, "the long choice wins by character alone"
+
+
+def test_the_first_pairs_of_each_paradigm_are_loaded_and_scored(tables, data, base):
+    model, tokenizer = base
+    pairs = tables.choices.load_pairs(data / "blimp" / "BLiMP.zip", 2)
+    assert [pair["sentence_good"] for pair in pairs] == [
+        "The dogs bark.",
+        "She sings.",
+        "What did you see?",
+    ]
+    right = tables.choices.find_pairs(model, tokenizer, pairs)
+    nats = []
+    for pair in pairs:
+        for kind in ("sentence_good", "sentence_bad"):
+            target = tables.choices.encode_pair(tokenizer, "", pair[kind])
+            nats.append(score_targets(model, [target])[0].nll_nats)
+    assert right == [good < bad for good, bad in zip(nats[::2], nats[1::2], strict=True)]
+
+
+# ---------------------------------------------------------------------- readings
+
+
+def test_a_reading_is_kept_and_scored_as_by_the_package(tables, bench):
+    unit = bench.reading(tables.rows.NONE, "3649", 600)
+    bench.run([unit])
+    result = unit.load()
+    settings = complete(ReadSettings(method="none", window=512, stride=256), bench.base)
+    expected = score(bench.base, bench.document("3649", 600), settings)
+    assert result["figures"]["perplexity"] == pytest.approx(expected, rel=1e-9)
+    assert {"commit", "hardware"} <= result["machine"].keys() and result["host"] == "tinybook-glu"
+    before = unit.path.stat().st_mtime_ns
+    bench.run([bench.reading(tables.rows.NONE, "3649", 600)])
+    assert unit.path.stat().st_mtime_ns == before
+
+
+def test_rows_with_the_same_settings_share_their_results(tables, bench):
+    default = bench.reading(tables.rows.DEFAULT_LORA, "3649", 600)
+    assert bench.reading(tables.rows.lora(64, 1e-3), "3649", 600).path == default.path
+    assert bench.reading(tables.rows.lora(64, 2e-3), "3649", 600).path != default.path
+
+
+def test_results_of_another_text_are_refused(tables, bench, data, scale):
+    bench.run([bench.reading(tables.rows.NONE, "3649", 600)])
+    other = tables.bench.Bench(backbone.NAME, data, bench.folder.parent.parent, scale)
+    other.document = lambda name, tokens: torch.arange(2, 2 + tokens)
+    with pytest.raises(ValueError, match="text_sha256.*another --out"):
+        other.reading(tables.rows.NONE, "3649", 600)
+
+
+def test_pg19_compares_chunks_with_the_best_rate_of_the_sweep(tables, bench):
+    tables.pg19.fill(bench)
+    page = tables.pg19.tabulate(bench)
+    best = tables.pg19.best_lora(bench)
+    units = [bench.reading(row, "3649", 600) for row in (tables.rows.LOCAS, best)]
+    mine, theirs = [unit.load()["figures"]["chunks"] for unit in units]
+    differences = [(own[2] - other[2]) / own[1] for own, other in zip(mine, theirs, strict=True)]
+    mean = sum(differences) / len(differences)
+    line = next(line for line in page.splitlines() if line.startswith("| Locas r=64 |"))
+    assert f"{mean:.4f} [" in line
+    first = mine[0]
+    assert f"{torch.tensor(first[2] / first[1]).exp():.2f}" in line, "the perplexity at 256 tokens"
+
+
+def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench):
+    tables.mmlu.fill(bench)
+    page = tables.mmlu.tabulate(bench)
+    rows = [line.split(" | ")[0].strip("| ") for line in page.splitlines() if "| " in line]
+    assert rows.count("Locas r=64") == 2 and "TempLoRA r=64, with the anchor" in rows
+    base = json.loads((bench.folder / "mmlu" / "none" / "own-answers.json").read_text())
+    memory = json.loads((bench.folder / "mmlu" / "locas-glu" / "own-answers.json").read_text())
+    assert base["figures"]["kl_per_token"] == 0 < memory["figures"]["kl_per_token"]
+    assert base["figures"]["chunk_tokens"] == memory["figures"]["chunk_tokens"]
+
+
+# ---------------------------------------------------------------------- baselines
+
+
+def test_each_baseline_learns_and_leaves_the_base_as_it_was(tables, bench):
+    before = {name: value.clone() for name, value in bench.base.state_dict().items()}
+    ids = bench.document("3649", 300)
+    for baseline in [*tables.baselines.BASELINES, *tables.gap.ROWS]:
+        rate = baseline.rates[0] if baseline.rates else None
+        if baseline.name == "LoRA r=64, attention alone":
+            assert rate == 3e-4
+        with baseline.open(bench, rate) as trainer:
+            list(trainer.read(ids))
+            count = len(trainer.learner.parameters())
+        assert (count > 0) == (rate is not None), baseline.name
+        assert trainer.skipped_chunks == 0, baseline.name
+        after = bench.base.state_dict()
+        assert before.keys() == after.keys(), baseline.name
+        assert all(torch.equal(after[name], before[name]) for name in before), baseline.name
+        assert not any(weight.requires_grad for weight in bench.base.parameters()), baseline.name
+
+
+def test_a_prefix_of_keys_and_values_moves_the_scores(tables, bench):
+    cartridge = next(row for row in tables.baselines.BASELINES if row.name.startswith("CARTRIDGE"))
+    ids = bench.document("3649", 300)
+    with cartridge.open(bench, 1e-2) as trainer:
+        before = tables.baselines.list_logits(trainer.model, [(ids[:40], 8)])[0]
+        list(trainer.read(ids))
+        after = tables.baselines.list_logits(trainer.model, [(ids[:40], 8)])[0]
+    base = tables.baselines.list_logits(bench.base, [(ids[:40], 8)])[0]
+    assert not torch.allclose(before, base, atol=1e-2), "the prefix is seen"
+    assert not torch.allclose(after, before, atol=1e-4), "the prefix has learned"
+
+
+def test_dynamic_evaluation_keeps_steps_that_bfloat16_would_lose(tables):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = tables.baselines.DynamicEvaluation([weight], 0.0, decay=0.0)
+    weight.grad = torch.tensor([1.0, 1.0], dtype=torch.bfloat16)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 2e-3
+    # Each step is a thousandth, half of what bfloat16 can take from 1.
+    for _ in range(8):
+        optimizer.step()
+    assert weight.float()[0].item() == pytest.approx(1 - 8e-3, abs=2e-3)
+    optimizer.restore()
+    assert torch.equal(weight, torch.ones(2, dtype=torch.bfloat16))
+
+
+# ---------------------------------------------------------------------- times
+
+
+@pytest.mark.slow
+def test_rows_are_timed_in_turn_and_their_operations_counted(tables, bench):
+    rows = [tables.timing.AGAIN, tables.rows.NONE, tables.rows.DEFAULT_LORA, tables.rows.LOCAS]
+    ids = torch.cat([bench.document("3649", 1100)] * 6)
+    results = {row["row"]: row for row in tables.timing.time_rows(bench, rows, ids)}
+    operations = [results[row.name]["operations"] for row in rows]
+    again, none, lora, locas = operations
+    assert none < again < 2.1 * none, "a window that is read again costs twice the chunk"
+    assert 2 * none < locas < lora, "learning costs a backward pass, LoRA's more than a memory's"
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_mistakes_are_one_line(tables, data, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tables.paper.main([backbone.NAME, "--table", "pg20"])
+    assert "--table must be among" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"paper: --data must hold the book 2118"):
+        tables.paper.main(
+            [backbone.NAME, "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"]
+        )
+
+
+def test_the_page_is_made_of_what_there_is(tables, data, tmp_path, capsys):
+    arguments = [backbone.NAME, "--data", str(data), "--out", str(tmp_path), "--quick"]
+    tables.paper.main([*arguments, "--collect"])
+    page = tmp_path / "tinybook-glu" / "quick.md"
+    assert page.read_text() == "# tinybook-glu, scale quick\n"
+
+
+# ---------------------------------------------------------------------- lm-evaluation-harness
+
+
+@pytest.mark.slow
+def test_letters_are_those_of_lm_evaluation_harness(tables, base):
+    """200 questions, by `loglikelihood` of the harness's own model class."""
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    instance = importlib.import_module("lm_eval.api.instance").Instance
+    model, tokenizer = base
+    words = text.python_reference().split()
+    items = []
+    for number in range(200):
+        drawn = words[20 * number : 20 * number + 20]
+        choices = tuple(" ".join(drawn[4 * k : 4 * k + 4]) for k in range(1, 5))
+        items.append(tables.choices.Item(" ".join(drawn[:4]), choices, number % 4, "law"))
+    found = tables.choices.find_right_letters(model, tokenizer, items)
+    wrapped = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+    requests = []
+    for prompt in tables.choices.make_letter_prompts(items):
+        for letter in "ABCD":
+            pair = (prompt, f" {letter}")
+            requests.append(instance("loglikelihood", {}, pair, len(requests)))
+    scores = [value for value, _ in wrapped.loglikelihood(requests, disable_tqdm=True)]
+    expected = []
+    for number, item in enumerate(items):
+        own = scores[4 * number : 4 * number + 4]
+        expected.append(own.index(max(own)) == item.gold)
+    assert found == expected
