@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import load_json_lines, staged_file
-from ..text import NAME
+from ..text import NAME, encode_text
 
 __all__ = [
     "EXCHANGES",
@@ -167,7 +167,7 @@ def _count_words(text: str) -> int:
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return len(encode_text(tokenizer, text))
 
 
 def _cut(tokenizer: Any, sentence: str, most_tokens: int) -> list[str]:
