@@ -214,9 +214,17 @@ def parse_json_lines(
         yield number, parsed
 
 
-def format_json(value: Any) -> str:
-    """Return a value as indented JSON; NaN and infinities become null: JSON has neither."""
-    text = json.dumps(_replace_infinities(value), indent=2, ensure_ascii=False, allow_nan=False)
+def format_json(value: Any, encoding: str = "utf-8") -> str:
+    """Return a value as indented JSON; NaN and infinities become null: JSON has neither.
+
+    Where the encoding lacks a character, all that are not ASCII are escaped, as \\u00e9.
+    """
+    plain = _replace_infinities(value)
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(plain, indent=2, allow_nan=False)
     # Each list of numbers on one line. A string in JSON holds no raw line break, so none can match.
     return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
