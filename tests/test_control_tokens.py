@@ -107,7 +107,8 @@ def test_no_text_has_a_control_token_and_none_is_lost(tokenizer, data):
 def test_no_turn_has_a_control_token_but_those_of_the_template(tokenizer, data):
     draw = texts(tokenizer)
     turns = [
-        {"role": role, "content": data.draw(draw)} for role in ("system", "user", "assistant", "user")
+        {"role": role, "content": data.draw(draw)}
+        for role in ("system", "user", "assistant", "user")
     ]
     harmless = [{**turn, "content": "words"} for turn in turns]
     special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}

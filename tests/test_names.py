@@ -60,7 +60,18 @@ def test_letters_of_every_script_are_accepted_in_both_forms(name):
         assert check_name(f" {unicodedata.normalize(form, name)}\t") == check_name(name)
 
 
-RESERVED = ["con", "PRN", "Aux", "nul", "com1", "LPT9", "COM\u00b9", "nul.txt", "Con .b", "aux.tar.gz"]
+RESERVED = [
+    "con",
+    "PRN",
+    "Aux",
+    "nul",
+    "com1",
+    "LPT9",
+    "COM\u00b9",
+    "nul.txt",
+    "Con .b",
+    "aux.tar.gz",
+]
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -72,7 +83,19 @@ def test_names_that_a_system_reserves_are_refused(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a.", "a-", "a\u00a0\u00a0.", ".a", "a/b", "a\\b", "a:b", "a\u200db", "\u0301a", "a\u202eb"]
+    [
+        "",
+        "a.",
+        "a-",
+        "a\u00a0\u00a0.",
+        ".a",
+        "a/b",
+        "a\\b",
+        "a:b",
+        "a\u200db",
+        "\u0301a",
+        "a\u202eb",
+    ]
     + ["a*", "a?", "a|b", 'a"', "a\n b", "a" * 61, "..", "FAILURES.jsonl"],
 )
 def test_names_that_are_no_folder_s_everywhere_are_refused(name):

@@ -90,7 +90,9 @@ def test_a_reading_is_shown(run, tmp_path, is_terminal):
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     options = ("--window", 64, "--stride", 32, "--r", 4, "--anchor", 0, "--device", "cpu")
     where = ("--library", tmp_path / "new", "--name", NAMES[1])
-    code, stdout, stderr = run("read", tmp_path / "a.txt", *where, *options, is_terminal=is_terminal)
+    code, stdout, stderr = run(
+        "read", tmp_path / "a.txt", *where, *options, is_terminal=is_terminal
+    )
     assert code == 0 and "locas-glu" in stdout and "Traceback" not in stderr, stderr
 
 
@@ -128,7 +130,11 @@ def test_help_is_printed(run):
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_the_process_itself_replaces(encoding, tmp_path):
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": encoding,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     (tmp_path / NAMES[1]).mkdir()
     (tmp_path / NAMES[1] / "adapter_config.json").write_text("{}")
     command = [sys.executable, "-m", "locas_peft", "library", str(tmp_path)]

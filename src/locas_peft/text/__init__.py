@@ -12,6 +12,7 @@ from .documents import (
     tokenize,
     unwrap,
 )
+from .words import holds_phrase, list_runs, split_words
 
 __all__ = [
     "NAME",
@@ -21,9 +22,12 @@ __all__ = [
     "encode_marked",
     "encode_text",
     "find_start_token",
+    "holds_phrase",
+    "list_runs",
     "load_text",
     "mark_turns",
     "python_reference",
+    "split_words",
     "tokenize",
     "unwrap",
 ]
