@@ -14,6 +14,7 @@ from .continuation import (
     draw,
     share_prefixes,
 )
+from .dates import current_day, dated
 from .prompts import (
     SHORT_PROMPT,
     can_chat,
@@ -37,6 +38,8 @@ __all__ = [
     "continue_rows",
     "continue_texts",
     "count_right",
+    "current_day",
+    "dated",
     "draw",
     "encode_answer",
     "encode_beginning",

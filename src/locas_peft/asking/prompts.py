@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..text import encode_marked, encode_text, find_start_token, mark_turns
+from .dates import pin_date
 
 __all__ = [
     "SENTENCE_PROMPT",
@@ -124,7 +125,11 @@ def encode_turns(tokenizer: Any, turns: list[dict[str, str]], begin: str = "") -
     """
     marked_turns, mark = mark_turns(tokenizer, turns)
     text = tokenizer.apply_chat_template(
-        marked_turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        marked_turns,
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
+        **pin_date(tokenizer),
     )
     return encode_marked(tokenizer, text + begin, mark)
 
