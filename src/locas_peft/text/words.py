@@ -49,7 +49,7 @@ def list_runs(text: str) -> Iterator[tuple[str, str]]:
 
 def split_words(text: str) -> list[str]:
     """Return the words of a text; each character is one in a script without spaces."""
-    words = []
+    words: list[str] = []
     for run, script in list_runs(text):
         if script in _UNSPACED:
             words += run
