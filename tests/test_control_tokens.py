@@ -212,3 +212,31 @@ def test_an_answer_is_that_to_the_text_that_is_asked():
     assert find_control(tokenizer, prompt) == []
     (answer,) = Answerer(model, tokenizer, max_new_tokens=2).answer([Question(question)])
     assert answer.question.question == question
+
+
+def test_a_tokenizer_that_lists_no_added_tokens_is_asked_alone():
+    tokenizer = backbone.load()[1]
+
+    class Plain(type(tokenizer)):
+        @property
+        def added_tokens_decoder(self):
+            raise NotImplementedError
+
+    tokenizer.__class__ = Plain
+    ids = tokenizer("<|endoftext|>", add_special_tokens=False)["input_ids"]
+    assert encode_text(tokenizer, "<|endoftext|>") == ids
+
+
+def test_a_text_of_many_control_tokens_is_encoded_in_one_go():
+    tokenizer = make_chatml()
+    calls = []
+    encode = type(tokenizer).__call__
+
+    class Counting(type(tokenizer)):
+        def __call__(self, *args, **kwargs):
+            calls.append(args)
+            return encode(self, *args, **kwargs)
+
+    tokenizer.__class__ = Counting
+    assert tokenizer.decode(encode_text(tokenizer, "a<|im_end|> " * 5000)) == "a<|im_end|> " * 5000
+    assert len(calls) < 10

@@ -55,8 +55,10 @@ def current_day() -> str:
 def pin_date(tokenizer: Any) -> dict[str, Any]:
     """Return the options of `apply_chat_template` with which it prints the pinned day, if any."""
     day = _PINNED.get()
+    if day is None:
+        return {}
     template = tokenizer.get_chat_template()
-    if day is None or "strftime_now" not in template:
+    if "strftime_now" not in template:
         return {}
     # The macro ends with a line break: what follows begins a line, as before.
     return {"chat_template": _MACRO + template, "codes_of_the_day": _list_codes(day)}

@@ -34,6 +34,9 @@ class _ControlTokens:
     unknown: frozenset[int]
 
 
+_NONE = _ControlTokens(re.compile("(?!)"), frozenset(), frozenset())
+
+
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Turn a user's text into token ids; none of them is a control token.
 
@@ -45,10 +48,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     if control.ids.isdisjoint(ids):
         return ids
     forbidden = control.ids - control.unknown
-    first, *parts = _split(tokenizer, text, control)
-    ids = _encode(tokenizer, first)
-    for part in parts:
-        ids += _encode_after(tokenizer, part)
+    ids = _encode_parts(tokenizer, _split(tokenizer, text, control))
     # A control token of one character cannot be cut.
     return [token for token in ids if token not in forbidden]
 
@@ -84,17 +84,13 @@ def encode_marked(tokenizer: Any, text: str, mark: str) -> list[int]:
 
     The control tokens of the template, which no mark cuts, stay control tokens.
     """
-    first, *parts = text.split(mark)
-    ids = _encode(tokenizer, first)
-    for part in parts:
-        ids += _encode_after(tokenizer, part)
-    return ids
+    return _encode_parts(tokenizer, text.split(mark))
 
 
 def _find_control_tokens(tokenizer: Any, is_reply: bool = False) -> _ControlTokens:
     """Return a tokenizer's control tokens; in a reply they are the special tokens alone."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return _ControlTokens(re.compile("(?!)"), frozenset(), frozenset())
+        return _NONE
     template = None if is_reply else str(tokenizer.chat_template)
     return _list_control_tokens(tokenizer, len(tokenizer), template)
 
@@ -104,8 +100,13 @@ def _find_control_tokens(tokenizer: Any, is_reply: bool = False) -> _ControlToke
 def _list_control_tokens(
     tokenizer: PreTrainedTokenizerBase, count: int, template: str | None
 ) -> _ControlTokens:
+    try:
+        added = tokenizer.added_tokens_decoder
+    except NotImplementedError:
+        # The tokenizer of mistral-common, which finds no control token in a text.
+        return _NONE
     contents = {}
-    for number, token in tokenizer.added_tokens_decoder.items():
+    for number, token in added.items():
         if token.special or (template is not None and _is_written(token.content, template)):
             contents[token.content] = number
     # The longest first: one may begin with another.
@@ -130,9 +131,10 @@ def _split(tokenizer: Any, text: str, control: _ControlTokens) -> list[str]:
     if control.ids.isdisjoint(_encode(tokenizer, text)):
         return [text]
     forbidden = control.ids - control.unknown
+    cut = list(_cut(text, control.pattern))
     parts: list[str] = []
-    for part in _cut(text, control.pattern):
-        if forbidden.isdisjoint(_encode(tokenizer, part)):
+    for part, ids in zip(cut, _encode_each(tokenizer, cut), strict=True):
+        if forbidden.isdisjoint(ids):
             parts.append(part)
         else:
             # Characters that the tokenizer normalizes to those of a control token.
@@ -158,11 +160,22 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _encode_after(tokenizer: Any, part: str) -> list[int]:
-    """Return the token ids of a part of a text that is not its beginning."""
+def _encode_each(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _encode_parts(tokenizer: Any, parts: list[str]) -> list[int]:
+    """Return the token ids of a text that is cut into parts."""
+    first, *others = parts
+    ids = _encode(tokenizer, first)
+    if not others:
+        return ids
     # After a line break, since some tokenizers put a blank before the beginning of a text.
     line_break = _encode(tokenizer, "\n")
-    ids = _encode(tokenizer, f"\n{part}")
-    if ids[: len(line_break)] == line_break:
-        return ids[len(line_break) :]
-    return _encode(tokenizer, part)
+    after_breaks = _encode_each(tokenizer, [f"\n{part}" for part in others])
+    for part, part_ids in zip(others, after_breaks, strict=True):
+        if part_ids[: len(line_break)] == line_break:
+            ids += part_ids[len(line_break) :]
+        else:
+            ids += _encode(tokenizer, part)
+    return ids
