@@ -4,6 +4,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import peft
 import pytest
@@ -15,7 +16,7 @@ from peft.mapping import (
 )
 
 import locas_peft
-from locas_peft.registration import add_member, register
+from locas_peft.registration import NEWEST_TESTED, add_member, register
 
 
 class Colour(str, enum.Enum):
@@ -69,6 +70,54 @@ def test_import_registers_and_does_nothing_else():
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
+
+
+def import_with_peft(change: str, *options: str) -> subprocess.CompletedProcess:
+    """Import the package in a process of its own, after a change of PEFT."""
+    script = f"import peft\n{change}\nimport locas_peft\nprint(peft.PeftType.LOCAS.value)"
+    return subprocess.run(
+        [sys.executable, *options, "-c", script], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "1.0.0.dev0", "0.22.0rc1"])
+def test_a_newer_peft_is_used_with_one_line(version):
+    process = import_with_peft(f"peft.__version__ = {version!r}")
+    assert (process.returncode, process.stdout) == (0, "LOCAS\n")
+    (line,) = [line for line in process.stderr.splitlines() if "UserWarning" in line]
+    assert f"locas_peft works with PEFT {NEWEST_TESTED}, got {version} (" in line
+    assert line.endswith("or a newer locas_peft")
+
+
+def test_a_tested_peft_is_used_without_a_word():
+    process = import_with_peft("peft.__version__ = '0.21.99'", "-W", "error")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "LOCAS\n", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("import enum; peft.PeftType = enum.Enum('PeftType', 'LORA')", "PeftType is no str enum"),
+        (
+            "import peft.utils; peft.utils.register_peft_method = lambda name, classes: None",
+            "register_peft_method has no config_cls",
+        ),
+        ("import peft.utils; del peft.utils.register_peft_method", "cannot import name"),
+        ("import peft.tuners.tuners_utils as u; del u.BaseTuner", "cannot import name 'BaseTuner'"),
+    ],
+)
+def test_a_peft_of_another_form_is_refused_and_nothing_is_written(change, reason):
+    members = "assert 'LOCAS' not in getattr(peft.PeftType, '__members__', {})"
+    attempt = f"try:\n    import locas_peft\nexcept ImportError:\n    {members}\n    raise"
+    process = import_with_peft(f"{change}\n{attempt}")
+    last = process.stderr.splitlines()[-1]
+    assert process.returncode == 1 and last.startswith("ImportError: locas_peft works with PEFT")
+    assert reason in last and last.endswith("or a newer locas_peft")
+
+
+def test_the_newest_tested_peft_is_that_of_the_constraints():
+    constraints = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+    assert f"\npeft=={NEWEST_TESTED}." in constraints
 
 
 def test_version_is_the_package_s():

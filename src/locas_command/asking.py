@@ -42,10 +42,17 @@ def generate(
         prompt: the beginning of the text, or, for a model with a chat template, the user's message.
         max_new_tokens: the most tokens to write.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
-        raw: continue the prompt as it is, without the chat template.
+        raw: continue the prompt as it is, without the chat template. Special tokens that it spells
+            are text.
         seed: of the tokens that are drawn.
     """
-    from locas_peft.asking import can_chat, check_room, continue_texts, encode_prompt
+    from locas_peft.asking import (
+        can_chat,
+        check_room,
+        continue_texts,
+        encode_beginning,
+        encode_prompt,
+    )
 
     from .running import open_with_base
 
@@ -62,7 +69,7 @@ def generate(
     if is_chat:
         ids = encode_prompt(loaded.tokenizer, prompt)
     else:
-        ids = loaded.tokenizer(prompt)["input_ids"]
+        ids = encode_beginning(loaded.tokenizer, prompt)
     check_room(loaded.model, ids, max_new_tokens, "prompt", "--max-new-tokens")
     options = {"temperature": temperature, "seed": seed}
     with adapted.disable_adapter():

@@ -17,12 +17,25 @@ from rich.progress import Progress, TextColumn
 from . import handled
 
 PLAIN_SECONDS = 30.0
+# Error handlers of a stream that raise an error. The second one is that of stdout in some locales.
+_RAISING = ("strict", "surrogateescape")
 # What a launcher tells its processes: Accelerate and torchrun, and two kinds of MPI.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
+
+
+def replace_unknown_characters() -> None:
+    """Let stdout and stderr replace a character that their encoding lacks, where it is an error.
+
+    A pipe, an old terminal and PYTHONIOENCODING can have any encoding.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Streams of a notebook or a test need not have an encoding.
+        if getattr(stream, "errors", None) in _RAISING and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
@@ -141,7 +154,7 @@ def write_result(json_file: Path | None, value: Any) -> None:
     if index > 0:
         return
     if str(json_file) == "-":
-        print(format_json(value))
+        print(format_json(value, sys.stdout.encoding or "utf-8"))
     elif json_file is not None:
         write_json(json_file, value)
 

@@ -182,7 +182,7 @@ def _choose_place(text: str, job: _Job) -> tuple[_Job, Any]:
     start = place.start
     if start is not None:
         former = start.name if start.parent == place.library else str(start)
-        if former in library.list() or not start.is_dir():
+        if former in library or not start.is_dir():
             start = library.find(former)
             name = name or former
     out = library.choose_folder(name or Path(text).stem)

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,11 +26,15 @@ __all__ = [
     "check_output_file",
     "find_kept",
     "finish_replacement",
+    "fold_name",
     "format_json",
     "is_disk_full",
+    "is_name_character",
     "is_out_of_memory",
+    "is_reserved",
     "load_json",
     "load_json_lines",
+    "normalize_name",
     "parse_json_lines",
     "staged",
     "staged_file",
@@ -43,6 +48,10 @@ _STAGED = ".locas-staged"
 _MOVING = ".locas-moving"
 _OLD = ".old"
 _MOST_LINES_SHOWN = 20
+# What Windows keeps for its devices, whatever the case and the suffix. It reads superscript digits
+# as digits.
+_PORTS = {f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789\xb9\xb2\xb3"}
+_RESERVED = {"CON", "PRN", "AUX", "NUL", *_PORTS}
 
 
 @contextmanager
@@ -125,6 +134,27 @@ def staged_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def normalize_name(name: str) -> str:
+    """Return a file's name in the form that is compared: some systems take its accents apart."""
+    return unicodedata.normalize("NFC", name)
+
+
+def fold_name(name: str) -> str:
+    """Return what is equal for two names that are one file's on some system."""
+    return normalize_name(normalize_name(name).casefold())
+
+
+def is_name_character(character: str) -> bool:
+    """Return whether a character is a letter or digit of any script, a mark of one, or "_"."""
+    is_mark = unicodedata.category(character).startswith("M")
+    return character.isalnum() or is_mark or character == "_"
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether Windows has a device, and no file, of a name."""
+    return name.partition(".")[0].rstrip(" ").upper() in _RESERVED
 
 
 def find_kept(kind: str, name: str) -> Path | None:
@@ -214,9 +244,17 @@ def parse_json_lines(
         yield number, parsed
 
 
-def format_json(value: Any) -> str:
-    """Return a value as indented JSON; NaN and infinities become null: JSON has neither."""
-    text = json.dumps(_replace_infinities(value), indent=2, ensure_ascii=False, allow_nan=False)
+def format_json(value: Any, encoding: str = "utf-8") -> str:
+    """Return a value as indented JSON; NaN and infinities become null: JSON has neither.
+
+    Where the encoding lacks a character, all that are not ASCII are escaped, as \\u00e9.
+    """
+    plain = _replace_infinities(value)
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(plain, indent=2, allow_nan=False)
     # Each list of numbers on one line. A string in JSON holds no raw line break, so none can match.
     return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 

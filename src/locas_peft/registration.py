@@ -4,23 +4,64 @@ PEFT lists its methods in a closed `str` enum, whose members status reports, hot
 models format: a plain string does not do.
 """
 
+import inspect
+import warnings
 from enum import Enum
 
-from peft import PeftType
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import register_peft_method
-
-from .tuner import LocasConfig, LocasModel
+import peft
+from packaging.version import Version
 
 NAME = "LOCAS"
+NEWEST_TESTED = "0.21"
+"""The newest minor version of PEFT that the tests ran with. A newer one is used with a warning.
+
+It is no upper bound of the package: pip would then hold back the user's PEFT without a word.
+"""
+
+
+def _explain(what: str) -> str:
+    rule = f"locas_peft works with PEFT {NEWEST_TESTED}, got {peft.__version__}"
+    return f"{rule} ({what}): pip install 'peft=={NEWEST_TESTED}.*', or a newer locas_peft"
+
+
+# This module is imported before all others that need PEFT.
+try:
+    from peft import PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.utils import register_peft_method
+
+    from .tuner import LocasConfig, LocasModel
+except ImportError as error:
+    if (error.name or "").partition(".")[0] != "peft":
+        raise
+    raise ImportError(_explain(str(error)), name=error.name) from error
 
 
 def register() -> PeftType:
-    """Register LOCAS with PEFT: type, config, tuner and prefix. A second call changes nothing."""
+    """Register LOCAS with PEFT: type, config, tuner and prefix. A second call changes nothing.
+
+    Raises:
+        ImportError: PEFT's registries have another form; nothing is written to them.
+    """
+    if NAME in PeftType.__members__ and NAME in PEFT_TYPE_TO_CONFIG_MAPPING:
+        return PeftType[NAME]
+    _check_peft()
     member = add_member(PeftType, NAME)
-    if member not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        register_peft_method(name=NAME.lower(), config_cls=LocasConfig, model_cls=LocasModel)
+    register_peft_method(name=NAME.lower(), config_cls=LocasConfig, model_cls=LocasModel)
     return member
+
+
+def _check_peft() -> None:
+    """Raise an `ImportError` where PEFT has other registries; warn where it is newer."""
+    if not (issubclass(PeftType, str) and issubclass(PeftType, Enum)):
+        raise ImportError(_explain("PeftType is no str enum"), name="peft")
+    parameters = inspect.signature(register_peft_method).parameters
+    missing = {"name", "config_cls", "model_cls"} - parameters.keys()
+    if missing:
+        what = f"register_peft_method has no {min(missing)}"
+        raise ImportError(_explain(what), name="peft")
+    if Version(peft.__version__).release[:2] > Version(NEWEST_TESTED).release:
+        warnings.warn(_explain("it is newer than the tests"), stacklevel=3)
 
 
 def add_member(enum: type[Enum], name: str) -> Enum:

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ import pandas as pd
 
 from .. import demo
 from ..library import Library
+from ..library.names import propose_name
 from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
 from ..selfstudy.learning import PER_PASSAGE
@@ -316,7 +316,7 @@ class _Page:
                 f"text must have at most {MOST_CHARACTERS:,} characters, "
                 "got a larger file: upload a part"
             )
-        return [load_text(path), _propose_name(path)]
+        return [load_text(path), propose_name(Path(path).stem)]
 
     def _begin(self, visitor: Visitor, text: str, name: str, questions: float) -> list:
         if visitor.is_reading:
@@ -466,7 +466,7 @@ class _Page:
     def _unpack(self, visitor: Visitor, path: str) -> Iterator[list]:
         # The field is empty again, also where the memory is refused.
         yield [None, gr.skip(), gr.skip()]
-        name = visitor.shelf.unpack(Path(path), _propose_name(path), self._model.check)
+        name = visitor.shelf.unpack(Path(path), propose_name(Path(path).stem), self._model.check)
         yield [None, *self._show_shelf(visitor, name, name)]
 
     def _pack(self, visitor: Visitor, chosen: str) -> gr.File:
@@ -495,12 +495,6 @@ def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
     return [
         {"role": turn["role"], "content": turn.get("head", "") + turn["content"]} for turn in chat
     ]
-
-
-def _propose_name(path: str) -> str:
-    """Return the name of an uploaded file as one that a memory can have."""
-    words = re.sub(r"[^\w .()-]|_", " ", Path(path).stem).split()
-    return " ".join(words)[:50].strip(" .-(") or "memory"
 
 
 def _show_progress(job: Job, jobs_before: int) -> str:

@@ -14,10 +14,12 @@ from .continuation import (
     draw,
     share_prefixes,
 )
+from .dates import current_day, dated
 from .prompts import (
     SHORT_PROMPT,
     can_chat,
     encode_answer,
+    encode_beginning,
     encode_prompt,
     encode_question,
     find_pad_token,
@@ -36,8 +38,11 @@ __all__ = [
     "continue_rows",
     "continue_texts",
     "count_right",
+    "current_day",
+    "dated",
     "draw",
     "encode_answer",
+    "encode_beginning",
     "encode_prompt",
     "encode_question",
     "find_pad_token",

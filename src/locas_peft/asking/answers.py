@@ -10,6 +10,7 @@ from torch import nn
 
 from ..files import load_json_lines
 from ..model import count_positions
+from ..text import holds_phrase
 from .continuation import answer_in_batches, check_room, continue_texts
 from .prompts import encode_question, fit_turns, put_before
 
@@ -155,11 +156,9 @@ def count_right(answers: Sequence[Answer]) -> int:
 
 
 def is_right(text: str, gold: str) -> bool:
-    """Return whether the gold phrase occurs in an answer's text as whole words.
+    """Return whether the gold phrase occurs in an answer's text as whole words, in any script.
 
-    Case, white space and the leading article of the gold phrase do not matter.
+    Case, white space and the leading English article of the gold phrase do not matter.
     """
-    text = " ".join(text.casefold().split())
-    gold = " ".join(gold.casefold().split())
-    phrase = re.sub("^(a|an|the) ", "", gold)
-    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
+    phrase = re.sub(r"^\s*(a|an|the)\s+", "", gold, flags=re.IGNORECASE)
+    return holds_phrase(text, phrase)

@@ -1,10 +1,14 @@
 """Prompts: a question, a conversation or the beginning of a text as token ids.
 
-The tokenizer's chat template is used where it has one.
+The tokenizer's chat template is used where it has one. Control tokens that a prompt, a message or
+an answer spells are text; those of the template are control tokens.
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+from ..text import encode_marked, encode_text, find_start_token, mark_turns
+from .dates import pin_date
 
 __all__ = [
     "SENTENCE_PROMPT",
@@ -13,6 +17,7 @@ __all__ = [
     "can_chat",
     "decode_after",
     "encode_answer",
+    "encode_beginning",
     "encode_prompt",
     "encode_question",
     "encode_turns",
@@ -39,7 +44,14 @@ def encode_prompt(tokenizer: Any, prompt: str, begin: str = "") -> list[int]:
     if can_chat(tokenizer):
         return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
     text = f"{prompt}\n\n{begin}" if begin else prompt
-    return list(tokenizer(text, verbose=False)["input_ids"])
+    return encode_beginning(tokenizer, text)
+
+
+def encode_beginning(tokenizer: Any, text: str) -> list[int]:
+    """Turn the beginning of a text, which is continued, into token ids, without a chat template."""
+    start = find_start_token(tokenizer)
+    ids = encode_text(tokenizer, text)
+    return ids if start is None else [start, *ids]
 
 
 def encode_question(
@@ -66,13 +78,13 @@ def put_before(context: str) -> str:
 def encode_answer(tokenizer: Any, answer: str) -> list[int]:
     """Turn an answer into token ids, as they follow its prompt."""
     blank = "" if can_chat(tokenizer) else " "
-    return _encode_plain(tokenizer, blank + answer)
+    return encode_text(tokenizer, blank + answer)
 
 
 def decode_after(tokenizer: Any, begin: str, ids: Sequence[int]) -> str:
     """Return the beginning of a text and the tokens that continue it as one text."""
     # Decoded together, since some tokenizers leave out the blank before the first token.
-    begin_ids = _encode_plain(tokenizer, begin) if begin else []
+    begin_ids = encode_text(tokenizer, begin) if begin else []
     return tokenizer.decode([*begin_ids, *ids], skip_special_tokens=True)
 
 
@@ -80,7 +92,8 @@ def find_turn_end(tokenizer: Any) -> int | None:
     """Return the special token that ends a reply in a chat template; None where none does."""
     turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    ids = _encode_plain(tokenizer, rendered.rpartition("Reply")[2].lstrip())
+    end = rendered.rpartition("Reply")[2].lstrip()
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     if not ids:
         return None
     token = tokenizer.added_tokens_decoder.get(ids[0])
@@ -110,10 +123,15 @@ def encode_turns(tokenizer: Any, turns: list[dict[str, str]], begin: str = "") -
         turns: dicts with `role` and `content`.
         begin: the first words of the reply.
     """
+    marked_turns, mark = mark_turns(tokenizer, turns)
     text = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        marked_turns,
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
+        **pin_date(tokenizer),
     )
-    return _encode_plain(tokenizer, text + begin)
+    return encode_marked(tokenizer, text + begin, mark)
 
 
 def fit_turns(tokenizer: Any, turns: list[dict[str, str]], most_tokens: int | None) -> list[int]:
@@ -136,7 +154,3 @@ def find_pad_token(tokenizer: Any) -> int:
     if tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
     return tokenizer.eos_token_id or 0
-
-
-def _encode_plain(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_choice, invalid
-from ..files import load_json
+from ..files import fold_name, is_reserved, load_json, normalize_name
 from .f1 import ADVERSARIAL, CATEGORIES
 
 __all__ = [
@@ -133,7 +133,7 @@ def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
 
     def parse(sample: Any, name: str) -> Conversation:
         conversation = _parse_sample(sample, name, problems, known)
-        known.add(conversation.sample_id)
+        known.add(fold_name(conversation.sample_id))
         return conversation
 
     conversations = _parse_each(parse, samples, Path(path).name, problems)
@@ -175,12 +175,12 @@ def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) 
     talk = sample.get("conversation") if isinstance(sample, dict) else None
     if not isinstance(talk, dict):
         raise invalid(name, "have a 'conversation'", "none", "sample left out")
-    sample_id = str(sample.get("sample_id") or name)
+    sample_id = normalize_name(str(sample.get("sample_id") or name))
     field = f"{name}.sample_id"
-    if not _SAMPLE_ID.fullmatch(sample_id):
+    if not _SAMPLE_ID.fullmatch(sample_id) or is_reserved(sample_id):
         remedy = "sample left out, rename it"
         raise invalid(field, "be letters, digits, - and _", repr(sample_id), remedy)
-    if sample_id in known:
+    if fold_name(sample_id) in known:
         raise invalid(field, "be unique", f"{sample_id!r} again", "sample left out")
     field = f"{name}.conversation"
     sessions = _parse_sessions(talk, field, problems)

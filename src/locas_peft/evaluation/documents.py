@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import fold_name, is_name_character, is_reserved, normalize_name
 from ..library.table import load_rows
 from ..text import load_text
 
@@ -24,12 +25,14 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
     for source in sources:
         paths += _list_files(source)
     texts = {}
+    taken = set()
     for path in paths[:limit]:
         name = "stdin" if path == "-" else _as_name(Path(path).stem)
-        if name in texts:
+        if fold_name(name) in taken:
             raise ValueError(
                 f"documents must have different names, got {name!r} twice: rename {str(path)!r}"
             )
+        taken.add(fold_name(name))
         texts[name] = load_text(path)
     return texts
 
@@ -77,5 +80,11 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
 
 
 def _as_name(text: str) -> str:
-    """Replace the characters that a file's name cannot have on some system."""
-    return re.sub(r"[^\w.-]+", "_", text).strip(".") or "document"
+    """Return a text as the name of a file on every system."""
+    characters = []
+    for character in normalize_name(text):
+        is_allowed = character in ".-" or is_name_character(character)
+        characters.append(character if is_allowed else " ")
+    # One for each run of characters that a name cannot have.
+    name = re.sub(" +", "_", "".join(characters)).strip(".") or "document"
+    return f"{name}_" if is_reserved(name) else name

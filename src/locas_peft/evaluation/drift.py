@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..asking import answer_in_batches, encode_prompt
 from ..model import CausalLM, divergences, token_losses
+from ..text import encode_text
 from ..ttt.chunks import cut, perplexity
 
 __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
@@ -50,7 +51,7 @@ def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> l
     pieces = []
     for batch, texts in answer_in_batches(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
         for number, text in zip(batch, texts, strict=True):
-            reply = tokenizer(text, add_special_tokens=False)["input_ids"]
+            reply = encode_text(tokenizer, text)
             if reply:
                 pieces.append((torch.tensor([*prompts[number], *reply]), len(reply)))
     return pieces

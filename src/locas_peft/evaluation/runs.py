@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..asking import current_day, dated
 from ..checks import describe_difference
 from ..files import load_json, write_json
 from ..memories.checkpoint import has_checkpoint, held
@@ -86,7 +87,13 @@ class Run:
         common = {**self.common, **shared}
         methods = {method: vars(settings) for method, settings in self.methods.items()}
         files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
-        record = {"study": name, "common": common, "methods": methods, "files": files}
+        record = {
+            "study": name,
+            "date": current_day(),
+            "common": common,
+            "methods": methods,
+            "files": files,
+        }
         with ExitStack() as stack:
 
             def begin() -> None:
@@ -94,7 +101,9 @@ class Run:
                 self._write_record(folder, json.loads(json.dumps(record)))
 
             in_first_process(begin)
-            run_units(units, self.progress)
+            # A chat template that prints the date prints that of the run's first day.
+            with dated(load_json(folder / "run.json")["date"]):
+                run_units(units, self.progress)
         return {"study": name, **common, "methods": methods}
 
     def save(self, name: str, figures: dict[str, Any]) -> None:
@@ -157,7 +166,8 @@ class Run:
         elif any(unit.path.exists() or has_checkpoint(unit.checkpoint) for unit in units):
             _check_same_run(record, earlier, self.out)
             methods = {**earlier.get("methods", {}), **record["methods"]}
-            record = {**record, "methods": methods, "files": sorted(files)}
+            day = earlier.get("date", record["date"])
+            record = {**record, "date": day, "methods": methods, "files": sorted(files)}
         write_json(path, record)
 
 

@@ -1,14 +1,14 @@
 """A library: a folder whose subfolders are memories of one base, under their folders' names.
 
 The folder is the index: no other file lists the memories. Opening, listing and routing read no
-tensor. Names may come from strangers: no path is made of anything but a name that `check_name`
-accepts, and links are not followed.
+tensor. Names may come from strangers: no path is made of anything but a name that `is_name`
+accepts, and links are not followed. Names are normalized, whatever form a system gives them.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,33 +20,20 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..files import finish_replacement, staged
+from ..files import finish_replacement, fold_name, normalize_name, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
 from ..stages import AdapterSettings, Place, ReadSettings, Record, complete, read, study
 from ..text import tokenize
+from .names import check_name, is_name
 from .routing import list_passages, make_sample, route
 
-__all__ = ["Library", "check_name"]
+__all__ = ["Library"]
 
-_NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
 _FORGOTTEN = ".forgotten"
 """The ending of a folder that is being deleted."""
-FAILURES = "failures.jsonl"
-"""The failures of a table (see `table.py`)."""
-
-
-def check_name(name: str) -> str:
-    """Return a memory's name, stripped; a `ValueError` where it cannot name a folder everywhere."""
-    name = name.strip()
-    if not _NAME.fullmatch(name) or name.casefold() == FAILURES:
-        raise ValueError(
-            "name must be at most 60 letters, digits, spaces or any of . ( ) _ - "
-            f"and begin with a letter or digit, got {name[:60]!r}: choose another"
-        )
-    return name
 
 
 class Library:
@@ -72,37 +59,53 @@ class Library:
         # A process may have been killed while it forgot a memory, or while it replaced one.
         for forgotten in self.folder.glob(f".*{_FORGOTTEN}"):
             shutil.rmtree(forgotten, ignore_errors=True)
-        for name in filter(_NAME.fullmatch, os.listdir(self.folder)):
-            finish_replacement(self.folder / name)
+        for name in self._list_names():
+            finish_replacement(self._locate(name))
 
     def __contains__(self, name: str) -> bool:
         """Return whether a memory has this name: a folder here, not a link, with a config in it."""
-        if not _NAME.fullmatch(name):
+        name = normalize_name(name)
+        if not is_name(name):
             return False
-        folder = self.folder / name
+        folder = self._locate(name)
         return not folder.is_symlink() and (folder / MEMORY_CONFIG).is_file()
+
+    def _list_names(self) -> builtins.list[str]:
+        """Return the names of the folder's entries, as far as they may be a memory's."""
+        names = {normalize_name(entry) for entry in os.listdir(self.folder)}
+        return [name for name in names if is_name(name)]
+
+    def _locate(self, name: str) -> Path:
+        """Return the folder of a normalized name, which may exist in another form."""
+        folder = self.folder / name
+        if name.isascii() or folder.exists():
+            return folder
+        for other in os.listdir(self.folder):
+            if normalize_name(other) == name:
+                return self.folder / other
+        return folder
 
     def list(self) -> list[str]:
         """Return the memories' names, the latest first."""
         times: dict[str, float] = {}
-        for name in filter(self.__contains__, os.listdir(self.folder)):
+        for name in filter(self.__contains__, self._list_names()):
             # Another process may forget the memory meanwhile.
             with suppress(FileNotFoundError):
-                times[name] = (self.folder / name / MEMORY_CONFIG).stat().st_mtime
+                times[name] = (self._locate(name) / MEMORY_CONFIG).stat().st_mtime
         return sorted(times, key=times.get, reverse=True)
 
     def list_unfinished(self) -> list[str]:
         """Return the names of memories whose first reading was interrupted, or goes on."""
         checkpoints = self.folder.glob(f"*/{CHECKPOINT_FOLDER}")
-        names = sorted(checkpoint.parent.name for checkpoint in checkpoints)
-        return [name for name in names if _NAME.fullmatch(name) and name not in self]
+        names = sorted(normalize_name(checkpoint.parent.name) for checkpoint in checkpoints)
+        return [name for name in names if is_name(name) and name not in self]
 
     def find(self, name: str | None) -> Path:
         """Return the folder of a memory; a `ValueError` where there is none of that name."""
-        name = name or ""
+        name = normalize_name(name or "")
         if name not in self:
             raise ValueError(f"there is no memory {name!r} in this library: choose one of the list")
-        return self.folder / name
+        return self._locate(name)
 
     def bytes_of(self, name: str) -> int:
         """Return how many bytes the files of a memory have."""
@@ -113,16 +116,16 @@ class Library:
     def choose_folder(self, name: str) -> Path:
         """Return the folder for a memory of a name, which may exist; check the name."""
         name = check_name(name)
-        others = {entry.name for entry in os.scandir(self.folder)}
+        others = {normalize_name(entry) for entry in os.listdir(self.folder)}
         for other in others:
-            if other != name and other.casefold() == name.casefold():
+            if other != name and fold_name(other) == fold_name(name):
                 raise ValueError(
                     f"name must differ from {other!r} by more than its case, "
                     f"got {name!r}: choose another"
                 )
         if name not in others:
             self._check_room(others)
-        return self.folder / name
+        return self._locate(name)
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
@@ -132,19 +135,19 @@ class Library:
             yield self.folder / free_name
         finally:
             with self._lock:
-                self._reserved.discard(free_name.casefold())
+                self._reserved.discard(fold_name(free_name))
 
     def _reserve(self, name: str) -> str:
         """Return a name that no other memory here gets, and no file has."""
         with self._lock:
-            taken = self._reserved | {entry.name.casefold() for entry in os.scandir(self.folder)}
+            taken = self._reserved | {fold_name(entry) for entry in os.listdir(self.folder)}
             self._check_room(taken)
             free_name = name
             for number in count(2):
-                if free_name.casefold() not in taken:
+                if fold_name(free_name) not in taken:
                     break
                 free_name = f"{name[:50].rstrip()} {number}"
-            self._reserved.add(free_name.casefold())
+            self._reserved.add(fold_name(free_name))
             return free_name
 
     def _check_room(self, names: set[str]) -> None:
@@ -214,8 +217,8 @@ class Library:
     def rename(self, name: str, new_name: str) -> str:
         """Give a memory another name, which is returned: the next free one where it is taken."""
         source = self.find(name)
-        if check_name(new_name) == name:
-            return name
+        if check_name(new_name) == normalize_name(name):
+            return normalize_name(name)
         with self.new(new_name) as target:
             os.rename(source, target)
         return target.name
@@ -225,7 +228,8 @@ class Library:
 
         One that is in use, or has other files, is a `ValueError`.
         """
-        folder = self.folder / name if name in self.list_unfinished() else self.find(name)
+        name = normalize_name(name)
+        folder = self._locate(name) if name in self.list_unfinished() else self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             raise ValueError(
@@ -260,7 +264,7 @@ class Library:
         """Return the base's name, None in an empty library; a `ValueError` for two bases."""
         memories: dict[str | None, str] = {}
         for name in self.list():
-            config = load_memory_config(self.folder / name)
+            config = load_memory_config(self._locate(name))
             memories[config.get("base_model_name_or_path")] = name
         if len(memories) > 1:
             (base, memory), (other_base, other_memory) = list(memories.items())[:2]
@@ -273,10 +277,10 @@ class Library:
 
     def check_base(self, name: str) -> None:
         """Raise a `ValueError` where a base is not that of a memory here."""
-        memory = next(filter(self.__contains__, os.listdir(self.folder)), None)
+        memory = next(filter(self.__contains__, self._list_names()), None)
         if memory is None:
             return
-        base = load_memory_config(self.folder / memory).get("base_model_name_or_path")
+        base = load_memory_config(self._locate(memory)).get("base_model_name_or_path")
         if base is not None and base != name:
             raise ValueError(
                 "a library must hold memories of one base, "
@@ -294,5 +298,5 @@ class Library:
 
         Of two memories that fit as well, the later one is taken. See `routing`.
         """
-        memories = {name: list_passages(self.folder / name) for name in self.list()}
+        memories = {name: list_passages(self._locate(name)) for name in self.list()}
         return route(memories, questions)

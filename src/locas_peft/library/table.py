@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from ..bases import load_base
 from ..checks import first_line, import_extra
-from ..files import is_disk_full, parse_json_lines, staged_file
+from ..files import fold_name, is_disk_full, parse_json_lines, staged_file
 from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
 from ..stages import AdapterSettings, ReadSettings, choose_values
 from ..text import load_text, unwrap
-from .library import FAILURES, Library, check_name
+from .library import Library
+from .names import FAILURES, check_name
 from .routing import make_sample
 
 __all__ = ["FAILURES", "Document", "load_rows", "load_table", "teach_on_ray", "teach_table"]
@@ -143,10 +144,10 @@ def _list_fields(settings: AdapterSettings) -> set[str]:
 
 def _refuse_repeated_names(documents: list[Document]) -> list[Document]:
     """Return documents; those that share a name have an error: none of them can be meant."""
-    counts = Counter(document.name.casefold() for document in documents if not document.error)
+    counts = Counter(fold_name(document.name) for document in documents if not document.error)
     checked = []
     for document in documents:
-        if not document.error and counts[document.name.casefold()] > 1:
+        if not document.error and counts[fold_name(document.name)] > 1:
             error = (
                 "name must be that of one row alone, whatever its case, got it twice: rename one"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import load_json_lines, staged_file
-from ..text import NAME
+from ..text import NAME, encode_text, split_words
 
 __all__ = [
     "EXCHANGES",
@@ -37,8 +37,6 @@ REPORTED = "said"
 """The word after the speaker in a turn that is put as reported speech."""
 
 _FEWEST_WORDS = 5
-# A CJK character counts as a word.
-_COUNTED_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
 _MOST_SUBJECT_WORDS = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
@@ -163,11 +161,11 @@ def _list_turns(text: str) -> list[tuple[str, str, str]]:
 
 
 def _count_words(text: str) -> int:
-    return len(_COUNTED_WORD.findall(text))
+    return len(split_words(text))
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return len(encode_text(tokenizer, text))
 
 
 def _cut(tokenizer: Any, sentence: str, most_tokens: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from locas_settings import StudySettings
 
-from ..asking import begin_rows, encode_question, find_pad_token
+from ..asking import begin_rows, current_day, encode_question, find_pad_token
 from ..checks import invalid
 from ..model import CausalLM, compute_once
 from ..ttt import Anchor, OwnText
@@ -456,7 +456,8 @@ class SelfStudy:
         """Return the other questions, with the base's answers; none without an anchor."""
         if self._anchor is None or self._others:
             return self._others
-        lessons = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
+        arguments = self._tokenizer, self._seed, current_day()
+        lessons = compute_once(self._model, write_replay_lessons, *arguments)
         for lesson in lessons:
             prompt = encode_question(self._tokenizer, *lesson.word(0))
             self._others.append(Example(prompt, lesson, lesson.answer))

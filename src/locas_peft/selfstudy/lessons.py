@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..asking import continue_rows, encode_question, find_pad_token, share_prefixes
+from ..asking import (
+    continue_rows,
+    current_day,
+    dated,
+    encode_question,
+    find_pad_token,
+    share_prefixes,
+)
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
@@ -100,13 +107,15 @@ def make_lesson(exchange: Exchange, tokenizer: Any) -> Lesson:
 
 
 @torch.no_grad()
-def write_replay_lessons(model: nn.Module, tokenizer: Any, seed: int = 0) -> list[Lesson]:
+def write_replay_lessons(
+    model: nn.Module, tokenizer: Any, seed: int = 0, day: str | None = None
+) -> list[Lesson]:
     """Let the base write questions about `TOPICS` and answer them; return a lesson for each.
 
     The answers are greedy, and the base's distributions are the targets. Without such lessons, the
     model would answer every question in the study's wordings about the text's subject. The lessons
     have the wordings in `FORMS` in turns, each has one. The model's memory is disabled meanwhile.
-    `seed` is that of the questions.
+    `seed` is that of the questions, `day` that of the prompts, where their template prints it.
     """
     host = CausalLM(model)
     generator = torch.Generator(host.device).manual_seed(seed)
@@ -116,7 +125,7 @@ def write_replay_lessons(model: nn.Module, tokenizer: Any, seed: int = 0) -> lis
     questions = []
     forms = []
     prompts = []
-    with evaluating(model), adapters_disabled(model):
+    with evaluating(model), adapters_disabled(model), dated(day or current_day()):
         for number, reply in enumerate(write_replies(host, tokenizer, requests, generator)):
             line = reply.split("\n")[0]
             question = line[: line.find("?") + 1] or line

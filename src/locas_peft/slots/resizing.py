@@ -8,6 +8,7 @@ Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +95,7 @@ def grow(
     """
     name, layers = find_memory(model, adapter_name, "grow")
     _check_growth(name, layers, rank, batches)
+    statistics: list[Any]
     if batches is None:
         statistics = [None] * len(layers)
     else:

@@ -157,6 +157,8 @@ class StudyRecord(Record):
         samples: replies of the model that were no question.
         writing_seconds, learning_seconds: wall time.
         exchanges_sha256: of the exchanges' file.
+        date: the day that a chat template prints in the prompts, "2026-11-26"; None where an
+            earlier version did not record it.
     """
 
     settings: StudySettings
@@ -171,6 +173,7 @@ class StudyRecord(Record):
     writing_seconds: float
     learning_seconds: float
     exchanges_sha256: str
+    date: str | None = None
 
     @classmethod
     def _numbers(cls) -> set[str]:

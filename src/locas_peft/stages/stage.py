@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from locas_settings import ReadSettings, StudySettings
 
+from ..asking import current_day, dated
 from ..selfstudy import Exchange, SelfStudy, StudyStep
 from ..text import digest_ids
 from ..ttt import (
@@ -130,6 +131,8 @@ class Reading(Stage):
 class Study(Stage):
     """A self-study of a text, LongTensor [T]; its steps are `StudyStep`s.
 
+    A chat template that prints the date prints that of the first day, also after a resume.
+
     Args:
         model, tokenizer: a causal LM with the adapter that learns, and its tokenizer.
         settings: complete ones.
@@ -153,6 +156,7 @@ class Study(Stage):
         is_fresh: bool = True,
     ):
         self._model = model
+        self._date = current_day()
         self.text_sha256 = digest_ids(input_ids)
         self.study = SelfStudy(
             model,
@@ -165,7 +169,14 @@ class Study(Stage):
         )
 
     def steps(self) -> Iterator[StudyStep]:
-        yield from self.study.run()
+        steps = self.study.run()
+        while True:
+            # Not around the whole loop: the caller has its own date between two steps.
+            with dated(self._date):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
 
     def find_difference(self, state: dict[str, Any]) -> str | None:
         return self.study.find_difference(state["study"])
@@ -173,6 +184,7 @@ class Study(Stage):
     def state_dict(self) -> dict[str, Any]:
         state = {
             "text": self.text_sha256,
+            "date": self._date,
             "model": model_state(self._model, trained_parameters(self._model)),
             "study": self.study.state_dict(),
         }
@@ -189,10 +201,13 @@ class Study(Stage):
     def _load(self, state: dict[str, Any]) -> None:
         restore_model_state(self._model, trained_parameters(self._model), state["model"])
         self.study.load_state_dict(state["study"])
+        # Earlier checkpoints have none.
+        self._date = state.get("date", self._date)
 
     def figures(self) -> dict[str, Any]:
         figures = self.study.figures
-        return {**figures, "seconds": figures["writing_seconds"] + figures["learning_seconds"]}
+        seconds = figures["writing_seconds"] + figures["learning_seconds"]
+        return {**figures, "seconds": seconds, "date": self._date}
 
 
 def separates(settings: StudySettings) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .checks import invalid
+from ..checks import invalid
+from .control_tokens import encode_text
 
 __all__ = [
     "NAME",
@@ -81,7 +82,7 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     """Turn a text into one sequence of token ids.
 
     It begins with the start token where the tokenizer puts one there, and a trainer then begins
-    each window with it. There are no other special tokens.
+    each window with it. There are no other special tokens: a text that spells one stays text.
 
     Args:
         max_tokens: keep only the first tokens, at least 2. No more of the text is tokenized than
@@ -97,10 +98,10 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     if max_tokens is not None and max_tokens < 2:
         raise invalid("max_tokens", "be at least 2", max_tokens, "raise it, or leave it out")
     characters = len(text) if max_tokens is None else 8 * (max_tokens + _MARGIN_TOKENS)
-    ids = _encode(tokenizer, text[:characters])
+    ids = encode_text(tokenizer, text[:characters])
     while characters < len(text) and len(ids) < max_tokens + _MARGIN_TOKENS:
         characters *= 4
-        ids = _encode(tokenizer, text[:characters])
+        ids = encode_text(tokenizer, text[:characters])
     if len(ids) < 2:
         raise invalid("text", "have at least 2 tokens", len(ids), "give a longer text")
     start = find_start_token(tokenizer)
@@ -161,8 +162,3 @@ def _load_bytes(path: str | Path, name: str) -> bytes:
         got = f"{name} ({error.strerror})"
         remedy = "check its permissions, or pipe it to -"
         raise invalid("text", "be readable", got, remedy) from None
-
-
-def _encode(tokenizer, text: str) -> list[int]:
-    # verbose=False: no warning of a long sequence.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
