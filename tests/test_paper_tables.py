@@ -269,7 +269,7 @@ def test_a_prefix_of_keys_and_values_moves_the_scores(tables, bench):
 
 def test_dynamic_evaluation_keeps_steps_that_bfloat16_would_lose(tables):
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    optimizer = tables.baselines.DynamicEvaluation([weight], 0.0, decay=0.0)
+    optimizer = tables.baselines.DynamicEvaluation([weight], 0.0, decay=1e-9)
     weight.grad = torch.tensor([1.0, 1.0], dtype=torch.bfloat16)
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 2e-3

@@ -3,6 +3,7 @@
 Experiments on a training book, which reports nothing: each row at the best of its rates there.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +55,10 @@ def _open_both(bench: Bench, rate: float | None) -> Iterator[TestTimeTrainer]:
     try:
         config = LoraConfig(r=16, lora_alpha=16, target_modules=["o_proj"])
         inject_adapter_in_model(config, bench.base, adapter_name="attention")
-        model = get_peft_model(bench.base, LocasConfig(r=64, task_type="CAUSAL_LM"))
+        with warnings.catch_warnings():
+            # PEFT warns of a second adapter in the model.
+            warnings.simplefilter("ignore", UserWarning)
+            model = get_peft_model(bench.base, LocasConfig(r=64, task_type="CAUSAL_LM"))
         trained = [weight for name, weight in model.named_parameters() if _is_of_both(name)]
         for weight in trained:
             weight.requires_grad_(True)
