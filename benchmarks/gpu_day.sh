@@ -5,12 +5,12 @@
 #     benchmarks/gpu_day.sh gpu-day                                    # a GPU; VLLM=../vllm/bin/python for the serving table
 #     TINY=1 DEVICE=cpu benchmarks/gpu_day.sh gpu-day-tiny             # a rehearsal on a CPU with tiny sizes
 #
-# The books are those of benchmarks/README.md, in BOOKS (default eval/). A part whose files or packages are missing, or
+# DATA (default data/) is the folder of benchmarks/README.md. A part whose files or packages are missing, or
 # that fails, is named at the end, and the exit code is then 1.
 set -u
 out=$(realpath -m "${1:?give the folder of the results}")
 here=$(cd "$(dirname "$0")" && pwd)
-device=${DEVICE:-cuda} books=${BOOKS:-eval} vllm=${VLLM:-} tiny=${TINY:-} failed=()
+device=${DEVICE:-cuda} data=${DATA:-data} vllm=${VLLM:-} tiny=${TINY:-} failed=()
 mkdir -p "$out"
 
 # part NAME MINUTES COMMAND...: run a command in its own folder, once, for at most so many minutes.
@@ -28,12 +28,11 @@ part() {
 }
 
 if [ -n "$tiny" ]; then
-    shape=tiny pages=expedition seeds=0 facts=2 small=(--tokens 128 --window 64 --stride 32) rounds=1
-    timed=(--timing-tokens 512 --memory-tokens 32 --window 32 --stride 16)
+    shape=tiny pages=expedition seeds=0 facts=2 rounds=1
     model=smollm2 slower=5
 else
     shape=qwen3-0.6b pages=lighthouse,expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200
-    small=() rounds=3 timed=()
+    rounds=3
     model=smollm2 slower=1
 fi
 dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
@@ -43,14 +42,13 @@ part study_batches 3 python "$here/study_batches.py" --device "$device" --rounds
 part overhead 3 python "$here/overhead.py" --shapes "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds"
 part memories 3 python "$here/many_memories.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \
     --memories "$([ -n "$tiny" ] && echo 4 || echo 50)" --steps "$([ -n "$tiny" ] && echo 1 || echo 5)"
-part shapes 4 python "$here/pg19.py" --shapes "$shape" --device "$device" --dtype "$dtype" --out pg19 "${timed[@]}"
 rule=(--model locas_peft/tinybook-mlp --method none,locas-mlp --init write --update ridge --device "$device" --out rule)
 if [ -n "$tiny" ]; then
     part rule 2 python -m locas_peft eval perplexity "$here/pages/expedition.txt" "${rule[@]}" --max-tokens 200
 else
-    part rule 4 python -m locas_peft eval perplexity "$(realpath "$books")" "${rule[@]}" --max-tokens 30000
-    part books 8 python "$here/pg19.py" --model "$model" --window 1024 --stride 512 --books "$(realpath "$books")" \
-        --table pretrained --quick --device "$device" --out pg19
+    part rule 4 python -m locas_peft eval perplexity "$(realpath "$data/pg19/eval")" "${rule[@]}" --max-tokens 30000
+    part books 15 python "$here/paper.py" "$model" --data "$(realpath "$data")" --scale gpu --table sweep,pg19,mmlu \
+        --device "$device" --dtype "$dtype" --out paper
     part pages 10 python "$here/selfstudy.py" --model "$model" --seeds "$seeds" --pages "$pages" --out pages.json
     part facts 8 python "$here/capacity.py" --model "$model" --facts "$facts" --out capacity.json
 fi
