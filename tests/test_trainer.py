@@ -322,6 +322,24 @@ def test_a_plain_model_is_only_scored():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_the_models_own_weights_are_trained_where_they_are_given():
+    """Dynamic evaluation: no adapter, and other weights stay as they are."""
+    model = make_model("plain").requires_grad_(False)
+    chosen = [
+        weight for name, weight in model.named_parameters() if name.endswith("down_proj.weight")
+    ]
+    for weight in chosen:
+        weight.requires_grad_(True)
+    before = weights_of(model)
+    trainer = TestTimeTrainer(
+        model, window=16, stride=8, learning_rate=None, optimizer=sgd(0.1), parameters=chosen
+    )
+    records = list(trainer.read(make_ids(40)))
+    changed = {name for name, value in weights_of(model).items() if not value.equal(before[name])}
+    assert all(chunk.learned for chunk in records)
+    assert changed and all(name.endswith("down_proj.weight") for name in changed)
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_disabled_adapter_is_neither_used_nor_changed(kind):
     ids, model = make_ids(20), make_model(kind)
