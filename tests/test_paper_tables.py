@@ -287,7 +287,7 @@ def test_dynamic_evaluation_keeps_steps_that_bfloat16_would_lose(tables):
 @pytest.mark.slow
 def test_rows_are_timed_in_turn_and_their_operations_counted(tables, bench):
     rows = [tables.timing.AGAIN, tables.rows.NONE, tables.rows.DEFAULT_LORA, tables.rows.LOCAS]
-    ids = torch.cat([bench.document("3649", 1100)] * 6)
+    ids = torch.cat([bench.document("3649", 1100)] * 7)
     results = {row["row"]: row for row in tables.timing.time_rows(bench, rows, ids)}
     operations = [results[row.name]["operations"] for row in rows]
     again, none, lora, locas = operations

@@ -78,7 +78,7 @@ QUICK = Scale(
     unread_tokens=2_048,
     conversations=1,
     locomo_questions=5,
-    timed_tokens=8_192,
+    timed_tokens=14_336,
 )
 CPU = Scale(
     name="cpu",
