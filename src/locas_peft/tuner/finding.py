@@ -8,6 +8,7 @@ from torch import nn
 
 from .ffn import FFNParts, HostFFN, find_dense, list_known_parts
 from .mixture import HostMixture
+from .modules import host_modules
 
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
@@ -33,7 +34,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
     ffns: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
-    for name, module in model.named_modules():
+    for name, module in host_modules(model):
         is_inside = name.startswith(blocks) or "experts" in name.split(".")
         if isinstance(module, BaseTunerLayer) or is_inside or OTHER_MODALITIES.search(name):
             continue
@@ -79,7 +80,7 @@ def to_parts(names: dict[str, str]) -> FFNParts:
 def find_unknown_experts(model: nn.Module, ffns: dict[str, AnyFFN]) -> list[str]:
     """Name the modules that hold the experts of mixtures which are not among the FFNs."""
     unknown = []
-    for name, _ in model.named_modules():
+    for name, _ in host_modules(model):
         block, _, last = name.rpartition(".")
         if last == "experts" and _plain_name(block) not in ffns:
             unknown.append(name)

@@ -1,5 +1,6 @@
 """The names of a memory's tensors in its file, and the limits of what they hold."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -26,6 +27,16 @@ def parse_key(key: str) -> tuple[str, str] | None:
     if part not in parts or not ffn:
         return None
     return ffn.removeprefix(PREFIX), part
+
+
+def remove_adapter_name(key: str, adapter_name: str) -> str:
+    """Return the name in a file of a memory's tensor in a model; other names stay.
+
+    "layers.0.mlp.locas_up.default.weight" gives "layers.0.mlp.locas_up.weight".
+    """
+    name = re.escape(adapter_name)
+    weight = re.sub(rf"\.({'|'.join(WEIGHTS)})\.{name}\.weight$", r".\1.weight", key)
+    return re.sub(rf"\.({'|'.join(SCALES)})\.{name}$", r".\1", weight)
 
 
 def make_calibrated_flag(up: Tensor, input_scale: Tensor) -> Tensor:

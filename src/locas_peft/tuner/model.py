@@ -27,9 +27,11 @@ from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
-from .memory_file import make_calibrated_flag, one_line
-from .modules import remember_modules
+from .memory_file import PREFIX, make_calibrated_flag, one_line, parse_key, remove_adapter_name
+from .modules import host_modules, remember_modules
+from .names import check_adapter_name
 from .norm_clip import COLUMNS, ROWS, exceeds
+from .state_keys import map_memory, restore_hidden
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 HOST_PROPERTIES = ("model_type", "ffns", "hidden_size", "gated", "activation")
@@ -61,13 +63,21 @@ class LocasModel(BaseTuner):
 
         See `BaseTuner.inject_adapter`.
         """
+        check_adapter_name(adapter_name, self.peft_config[adapter_name])
         self._give_own_config(adapter_name)
         restore = remember_modules(self)
+        former = list(model.parameters())
+        trained = [parameter.requires_grad for parameter in former]
+        has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
             restore()
             raise
+        if has_adapters:
+            # PEFT leaves out parameters with the adapter's name in theirs, such as all of layer 0.
+            for parameter, requires_grad in zip(former, trained, strict=True):
+                parameter.requires_grad = requires_grad
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = HostHooks(model)
@@ -125,7 +135,7 @@ class LocasModel(BaseTuner):
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
         check_tokens(peft_config, model)
-        for name, module in model.named_modules():
+        for name, module in host_modules(model):
             if self._is_targeted(peft_config, name, module):
                 ffn = self._find_ffn(name, module)
                 _check_strategy(peft_config, name, ffn)
@@ -354,45 +364,56 @@ class LocasModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, config: LocasConfig, adapter_name: str, *args: Any, **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: LocasConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        state = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        # Leave out other tuners' weights under the same adapter name.
-        state = {key: tensor for key, tensor in state.items() if f".{cls.prefix}" in key}
-        if any(isinstance(tensor, DTensor) for tensor in state.values()):
+        # PEFT takes the modules and tokens that are trained beside the memory from `state_dict`
+        # after this: what it has left out by mistake is put back there.
+        restore_hidden(model, adapter_name, unwanted_adapter_names, state_dict)
+        keys = map_memory(model, adapter_name)
+        named = {key: state_dict[own] for key, own in keys.items() if own in state_dict}
+        if any(isinstance(tensor, DTensor) for tensor in named.values()):
             raise ValueError(
                 f"the memory '{adapter_name}' is sharded across processes: "
                 "save_pretrained(folder, state_dict=state), "
                 "with the whole state of get_model_state_dict or accelerator.get_state_dict."
             )
-        named = {}
-        for key, tensor in state.items():
-            named[cls._remove_adapter_name_from_key(key, adapter_name)] = tensor
         # What could not be loaded again is not saved.
-        problem = find_problem(named, expected=named, config=config)
+        expected = {key: named.get(key, torch.empty(0)) for key in keys} if named else {}
+        problem = find_problem(named, expected=expected, config=config)
         if problem is not None:
             raise ValueError(
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
-        if _is_empty(state, config):
+        if named and _is_empty(named, config):
             warnings.warn(
                 f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, "
                 "and calibrates itself at its first training step.",
                 stacklevel=2,
             )
-        return state
+        return {keys[key]: tensor for key, tensor in named.items()}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return remove_adapter_name(key, adapter_name)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        remapped = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
-        _add_input_scales(remapped, config)
-        _add_calibrated_flags(remapped)
+        named = dict(state_dict)
+        _add_input_scales(named, config)
+        _add_calibrated_flags(named)
+        keys = map_memory(model, adapter_name)
+        # A model without PEFT's wrapper has no prefix.
+        keys |= {f"{PREFIX}{key}": own for key, own in keys.items()}
+        remapped = {keys.get(key, key): tensor for key, tensor in named.items()}
         check_tensors(model, adapter_name, config, remapped)
-        _keep_long_rows(remapped, config)
+        _keep_long_rows(named, config)
         return remapped
 
 
@@ -445,7 +466,7 @@ def _check_strategy(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
 def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
-    for name, _ in model.named_modules():
+    for name, _ in host_modules(model):
         if name not in ffns and name.rpartition(".")[2] in suffixes:
             return set(ffns)
     return suffixes
@@ -468,8 +489,8 @@ def _check_can_be_padded(group: WidthGroup) -> None:
 
 def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
     """Return whether a memory that is saved still waits for its rows, or for its first slot."""
-    flags = [tensor for key, tensor in tensors.items() if ".locas_calibrated." in key]
-    ups = [tensor for key, tensor in tensors.items() if ".locas_up." in key]
+    flags = [tensor for key, tensor in tensors.items() if key.endswith(".locas_calibrated")]
+    ups = [tensor for key, tensor in tensors.items() if key.endswith(".locas_up.weight")]
     if any(tensor.is_meta for tensor in (*flags, *ups)):
         return False
     waits = STRATEGIES[config.strategy].needs_calibration and not any(map(bool, flags))
@@ -478,12 +499,12 @@ def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
 
 def _add_calibrated_flags(tensors: dict[str, Tensor]) -> None:
     """Add the flags that files of 0.2.0 lack."""
-    for key in [key for key in tensors if ".locas_up." in key]:
-        flag = key.replace(".locas_up.", ".locas_calibrated.").removesuffix(".weight")
-        up, scale = tensors[key], tensors.get(flag.replace("calibrated", "input_scale"))
-        if flag in tensors or scale is None:
-            continue
-        tensors[flag] = make_calibrated_flag(up, scale)
+    for key in [key for key in tensors if key.endswith(".locas_up.weight")]:
+        ffn = key.removesuffix(".locas_up.weight")
+        flag = f"{ffn}.locas_calibrated"
+        scale = tensors.get(f"{ffn}.locas_input_scale")
+        if flag not in tensors and scale is not None:
+            tensors[flag] = make_calibrated_flag(tensors[key], scale)
 
 
 def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
@@ -491,9 +512,10 @@ def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
     max_norm = config.max_slot_norm
     if max_norm is None:
         return
-    dims = {".locas_gate.": ROWS, ".locas_up.": ROWS, ".locas_down.": COLUMNS}
+    dims = {"locas_gate": ROWS, "locas_up": ROWS, "locas_down": COLUMNS}
     for key, tensor in tensors.items():
-        dim = next((dim for part, dim in dims.items() if part in key), None)
+        _, part = parse_key(key) or (None, None)
+        dim = dims.get(part)
         if dim is None or tensor.is_meta or tensor.dim() != 2:
             continue
         if exceeds(tensor, dim, max_norm):
@@ -506,13 +528,14 @@ def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
 
 def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
     """Add k = 1 to a memory from before there was an input scale: it has the paper's scales."""
-    if any(".locas_input_scale." in key for key in state):
+    if any(key.endswith(".locas_input_scale") for key in state):
         return
-    taus = [key for key in state if ".locas_tau." in key]
+    taus = [key for key in state if key.endswith(".locas_tau")]
     if not taus:
         return
     for key in taus:
-        state[key.replace(".locas_tau.", ".locas_input_scale.")] = torch.tensor(1.0)
+        ffn = key.removesuffix(".locas_tau")
+        state[f"{ffn}.locas_input_scale"] = torch.tensor(1.0)
     config.output_scale = "paper"
 
 
