@@ -60,6 +60,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         "locas_calibrated",
         "locas_config",
         "locas_multiplier",
+        "keeps_float32",
     )
 
     def __init__(
@@ -88,6 +89,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_config: dict[str, LocasConfig] = {}
         # Factors on the outputs, inside the context of `rescale`.
         self.locas_multiplier: dict[str, float] = {}
+        # Whether a memory stays in float32 beside a half-precision base.
+        self.keeps_float32: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
@@ -598,10 +601,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
-        # PEFT also casts what it moves to the base's dtype: the scales stay float32.
+        # PEFT also casts what it moves to the base's dtype: the scales stay float32. So do weights
+        # that were loaded with low_cpu_mem_usage, if PEFT would cast them back after this.
         dicts = (self.locas_input_scale, self.locas_tau, self.locas_calibrated)
         scales = [scales[adapter_name] for scales in dicts]
+        former = [weight.data for weight in self.weights(adapter_name)]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        if self.keeps_float32.get(adapter_name, False):
+            for weight, data in zip(self.weights(adapter_name), former, strict=True):
+                weight.data = data.to(weight.device)
         weight = self.locas_up[adapter_name].weight
         for dictionary, scale in zip(dicts, scales, strict=True):
             dictionary[adapter_name] = scale if weight.is_meta else scale.to(weight.device)

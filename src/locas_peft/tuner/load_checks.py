@@ -9,7 +9,7 @@ from .errors import invalid
 from .ffn import WIDENABLE_DTYPES
 from .memory_file import LARGEST, PREFIX, one_line, remove_adapter_name, split_tensors
 from .modules import host_modules
-from .state_keys import map_memory, map_trained
+from .state_keys import map_memory, map_tied, map_trained
 
 Tensors = dict[str, Tensor]
 LOAD_THE_BASE = "load the base that the memory was made for"
@@ -94,6 +94,7 @@ def select_loadable(model: nn.Module, adapter_name: str, config: LocasConfig) ->
     added = {
         *map_memory(model, adapter_name).values(),
         *map_trained(model, adapter_name).values(),
+        *map_tied(model, adapter_name).values(),
     }
     embeddings = {id(parameter) for parameter in _list_embeddings(model)}
     saved = config.get_record("saved_embeddings") or ()

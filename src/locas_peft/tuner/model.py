@@ -31,7 +31,14 @@ from .memory_file import PREFIX, make_calibrated_flag, one_line, parse_key, remo
 from .modules import host_modules, remember_modules
 from .names import check_adapter_name
 from .norm_clip import COLUMNS, ROWS, exceeds
-from .state_keys import map_memory, restore_hidden
+from .state_keys import map_memory, map_tied, restore_hidden
+from .trained_modules import (
+    MemoryTokensLayer,
+    check_active,
+    check_mergeable_tokens,
+    check_trained,
+    replace_wrappers,
+)
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 HOST_PROPERTIES = ("model_type", "ffns", "hidden_size", "gated", "activation")
@@ -74,6 +81,7 @@ class LocasModel(BaseTuner):
         except Exception:
             restore()
             raise
+        replace_wrappers(model)
         if has_adapters:
             # PEFT leaves out parameters with the adapter's name in theirs, such as all of layer 0.
             for parameter, requires_grad in zip(former, trained, strict=True):
@@ -135,6 +143,7 @@ class LocasModel(BaseTuner):
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
         check_tokens(peft_config, model)
+        check_trained(peft_config, model)
         for name, module in host_modules(model):
             if self._is_targeted(peft_config, name, module):
                 ffn = self._find_ffn(name, module)
@@ -186,6 +195,36 @@ class LocasModel(BaseTuner):
         if isinstance(child, LocasLayer):
             child.release()
 
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Activate memories, all others are switched off. See `BaseTuner.set_adapter`.
+
+        Raises:
+            ValueError: several of them train one module in full; nothing has changed.
+        """
+        if not isinstance(adapter_name, str):
+            check_active(self.model, adapter_name)
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete a memory. See `BaseTuner.delete_adapter`.
+
+        Raises:
+            ValueError: it does not exist, is merged, or several others are active: PEFT would then
+                go on with a name that is gone. Nothing has changed.
+        """
+        others = [name for name in self.active_adapters if name != adapter_name]
+        if len(others) > 1:
+            rule = "name a memory beside at most one other that is active"
+            got = f"{adapter_name!r} beside {', '.join(others)}"
+            raise invalid("adapter_name", rule, got, "call set_adapter with one of them first")
+        super().delete_adapter(adapter_name)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        for module in self.model.modules():
+            if isinstance(module, LocasLayer | MemoryTokensLayer):
+                module.keeps_float32[adapter_name] = autocast_adapter_dtype
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+
     # ------------------------------------------------------------- mixed batches
 
     @contextmanager
@@ -232,6 +271,7 @@ class LocasModel(BaseTuner):
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def _check_mergeable(self, adapter_names: list[str] | None) -> None:
+        check_mergeable_tokens(self.model, adapter_names or self.active_adapters)
         for layer in list_layers(self.model):
             names = layer.active_adapters if adapter_names is None else adapter_names
             for name in names:
@@ -408,7 +448,7 @@ class LocasModel(BaseTuner):
         named = dict(state_dict)
         _add_input_scales(named, config)
         _add_calibrated_flags(named)
-        keys = map_memory(model, adapter_name)
+        keys = map_memory(model, adapter_name) | map_tied(model, adapter_name)
         # A model without PEFT's wrapper has no prefix.
         keys |= {f"{PREFIX}{key}": own for key, own in keys.items()}
         remapped = {keys.get(key, key): tensor for key, tensor in named.items()}

@@ -7,7 +7,7 @@ tensor tells then which adapter it belongs to.
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -43,6 +43,24 @@ def map_trained(model: nn.Module, adapter_name: str) -> dict[str, str]:
             continue
         for key, own_key in wrapper.adapter_state_dict_load_map(adapter_name).items():
             keys[f"{name}.{key}"] = f"{name}.{own_key}"
+    return keys
+
+
+def map_tied(model: nn.Module, adapter_name: str) -> dict[str, str]:
+    """Return the same for the copies of trained tokens that PEFT saves for tied embeddings.
+
+    It saves them where it saves a resized embedding.
+    """
+    keys: dict[str, str] = {}
+    for name, wrapper in model.named_modules():
+        if (
+            not isinstance(wrapper, TrainableTokensWrapper)
+            or not wrapper.token_adapter.tied_adapter
+        ):
+            continue
+        if adapter_name in wrapper.token_adapter.trainable_tokens_delta:
+            key = f"{name}.token_adapter.trainable_tokens_delta"
+            keys[key] = f"{key}.{adapter_name}"
     return keys
 
 
