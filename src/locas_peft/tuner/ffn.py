@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .modules import evaluating
+from .modules import evaluating, unwrap
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,8 @@ class HostFFN:
         return self.parts.gate is not None or self.parts.gate_up is not None
 
     def projection(self, part: str) -> nn.Module:
-        """Return the host's own projection of that name, without the adapters that wrap it."""
-        module = getattr(self.owner, part)
-        return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        """Return the host's own projection of that name, without what wraps it."""
+        return _unwrap_all(getattr(self.owner, part))
 
     @property
     def inlet(self) -> nn.Module:
@@ -218,8 +217,8 @@ class HostFFN:
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
         for part in self.parts.projections:
-            module = getattr(self.owner, part)
-            if module is not self.projection(part) and not _wraps_only_memory(module):
+            module = unwrap(getattr(self.owner, part))
+            if module is not _without_adapters(module) and not _wraps_only_memory(module):
                 return f"{part} carries another adapter: merge or unload that one first"
         return None
 
@@ -364,9 +363,22 @@ def find_dense(
     return None
 
 
+def _without_adapters(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _unwrap_all(module: nn.Module) -> nn.Module:
+    """Return a module without the adapters and the wrappers of torch around it, in any order."""
+    inner = unwrap(_without_adapters(module))
+    while inner is not module:
+        module = inner
+        inner = unwrap(_without_adapters(module))
+    return module
+
+
 def _is_projection(module: nn.Module | None) -> bool:
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
+    if isinstance(module, nn.Module):
+        module = _unwrap_all(module)
     if isinstance(module, Conv1D):
         return True
     names = ("in_features", "out_features", "weight")

@@ -265,6 +265,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             slots[self.name] = rows.slots.tolist()
         config.set_record("slots", slots or None)
 
+    # Hooks of compiled modules are not called: what follows runs outside of compiled code.
+    @torch.compiler.disable
     def _calibrate(self, names: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's FFN and calibrate memories on this forward.
 
@@ -282,6 +284,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 self._made_rows[name] = self.locas_up[name].weight.detach().clone()
         return result
 
+    @torch.compiler.disable
     def _observe(
         self, calibrations: list[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -291,7 +294,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             for calibration in calibrations:
                 calibration.update(ffn_input, sum_activity, output, self.token_mask)
 
-        with self.ffn.observing(update):
+        with torch.compiler.set_stance("force_eager"), self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
     def _list_waiting(self, names: list[str]) -> list[str]:
@@ -422,8 +425,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             `[B, T, D]`, or `[..., D]` of a flat FFN.
         """
         adapter_names = kwargs.pop("adapter_names", None)
-        ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states
-        self._ffn_input = None
+        ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
         if self.calibration is not None:
             return self._observe([self.calibration], ffn_input, hidden_states, *args, **kwargs)
         memories = self._choose_memories(adapter_names, ffn_input)
@@ -504,6 +506,17 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def saved_scale(self, adapter_name: str) -> Tensor:
         """Return tau times the config's `scaling`, a float32 scalar."""
         return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
+
+    def _take_ffn_input(self) -> Tensor:
+        """Return A of a flat FFN, which its first projection was given in this forward."""
+        ffn_input = self._ffn_input
+        self._ffn_input = None
+        if ffn_input is None:
+            parts = self.ffn.parts
+            problem = f"{self.name} was run without {parts.inlet} before it"
+            remedy = "wrap the decoder layer in activation checkpointing"
+            raise ValueError(f"{problem}: {remedy}, in place of {parts.down} alone.")
+        return ffn_input
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]

@@ -8,7 +8,7 @@ from .config import LocasConfig
 from .errors import invalid
 from .ffn import WIDENABLE_DTYPES
 from .memory_file import LARGEST, PREFIX, one_line, remove_adapter_name, split_tensors
-from .modules import host_modules
+from .modules import host_modules, plain_name
 from .state_keys import map_memory, map_tied, map_trained
 
 Tensors = dict[str, Tensor]
@@ -100,7 +100,8 @@ def select_loadable(model: nn.Module, adapter_name: str, config: LocasConfig) ->
     saved = config.get_record("saved_embeddings") or ()
     loadable = {}
     for key, tensor in state.items():
-        is_saved_embedding = id(tensor) in embeddings and key.removeprefix(PREFIX) in saved
+        name = plain_name(key).removeprefix(PREFIX)
+        is_saved_embedding = id(tensor) in embeddings and name in saved
         if key in added or is_saved_embedding:
             loadable[key] = tensor
     return loadable

@@ -14,7 +14,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .attached import list_layers
@@ -28,10 +30,24 @@ from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
 from .memory_file import PREFIX, make_calibrated_flag, one_line, parse_key, remove_adapter_name
-from .modules import host_modules, remember_modules
+from .modules import (
+    WRAPPED,
+    host_modules,
+    is_wrapper,
+    plain_name,
+    remember_modules,
+    uncompiled,
+    unwrap,
+)
 from .names import check_adapter_name
 from .norm_clip import COLUMNS, ROWS, exceeds
-from .state_keys import map_memory, map_tied, restore_hidden
+from .state_keys import (
+    add_names_of_wrapped,
+    add_wrappers_to_names,
+    map_memory,
+    map_tied,
+    restore_hidden,
+)
 from .trained_modules import (
     MemoryTokensLayer,
     check_active,
@@ -71,13 +87,20 @@ class LocasModel(BaseTuner):
         See `BaseTuner.inject_adapter`.
         """
         check_adapter_name(adapter_name, self.peft_config[adapter_name])
+        _check_wrappers(model)
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = add_wrappers_to_names(model, kwargs["state_dict"])
         self._give_own_config(adapter_name)
         restore = remember_modules(self)
         former = list(model.parameters())
         trained = [parameter.requires_grad for parameter in former]
         has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
         try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            with warnings.catch_warnings():
+                if any(map(is_wrapper, model.modules())):
+                    # PEFT compares the patterns with names that have the wrappers.
+                    warnings.filterwarnings("ignore", message="The following rank_pattern keys")
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
             restore()
             raise
@@ -147,19 +170,26 @@ class LocasModel(BaseTuner):
         for name, module in host_modules(model):
             if self._is_targeted(peft_config, name, module):
                 ffn = self._find_ffn(name, module)
-                _check_strategy(peft_config, name, ffn)
+                _check_strategy(peft_config, plain_name(name), ffn)
 
     def _is_targeted(self, peft_config: LocasConfig, name: str, module: nn.Module) -> bool:
-        if not name or isinstance(module, BaseTunerLayer):
+        if not name or isinstance(unwrap(module), BaseTunerLayer):
             return False
         if re.search(r"\.base_layer(\.|$)", name):
             return False
         matched = self._check_target_module_exists(peft_config, name)
         return bool(matched) and not isinstance(matched, _ExcludedModule)
 
+    @staticmethod
+    def _check_target_module_exists(peft_config: LocasConfig, key: str) -> Any:
+        # A memory stands around the wrappers of an FFN, not inside.
+        if key.rpartition(".")[2] in WRAPPED:
+            return False
+        return BaseTuner._check_target_module_exists(peft_config, plain_name(key))
+
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
-        if name in self._ffns:
-            return self._ffns[name]
+        if plain_name(name) in self._ffns:
+            return self._ffns[plain_name(name)]
         raise ValueError(
             f"target_modules matches {name} ({type(module).__name__}), "
             "which is no FFN of a known structure: "
@@ -176,12 +206,13 @@ class LocasModel(BaseTuner):
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        r = peft_config.width_of(current_key)
-        if isinstance(target, LocasLayer):
-            target.update_layer(adapter_name, peft_config, r)
+        r = peft_config.width_of(plain_name(current_key))
+        former = unwrap(target)
+        if isinstance(former, LocasLayer):
+            former.update_layer(adapter_name, peft_config, r)
             return
         ffn = self._find_ffn(current_key, target)
-        layer = LocasLayer(target, ffn, current_key, adapter_name, peft_config, r)
+        layer = LocasLayer(target, ffn, plain_name(current_key), adapter_name, peft_config, r)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
@@ -191,9 +222,14 @@ class LocasModel(BaseTuner):
     ) -> None:
         # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles
         # devices itself.
+        former = unwrap(child)
+        if isinstance(former, LocasLayer):
+            former.release()
+            while is_wrapper(child) and uncompiled(child) is child:
+                # Activation checkpointing stays. A compiled module would call the former one.
+                parent = child
+                child_name, child = next(child.named_children())
         setattr(parent, child_name, new_module)
-        if isinstance(child, LocasLayer):
-            child.release()
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """Activate memories, all others are switched off. See `BaseTuner.set_adapter`.
@@ -310,7 +346,7 @@ class LocasModel(BaseTuner):
             if merge:
                 super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
             groups, ffn_parts = self._plan_widths()
-            if groups and isinstance(self.model, PreTrainedModel):
+            if groups and isinstance(unwrap(self.model), PreTrainedModel):
                 config = widened_config(self.model, groups, ffn_parts)
         with warnings.catch_warnings():
             # They are merged above.
@@ -414,6 +450,7 @@ class LocasModel(BaseTuner):
         # PEFT takes the modules and tokens that are trained beside the memory from `state_dict`
         # after this: what it has left out by mistake is put back there.
         restore_hidden(model, adapter_name, unwanted_adapter_names, state_dict)
+        add_names_of_wrapped(model, adapter_name, state_dict)
         keys = map_memory(model, adapter_name)
         named = {key: state_dict[own] for key, own in keys.items() if own in state_dict}
         if any(isinstance(tensor, DTensor) for tensor in named.values()):
@@ -439,22 +476,33 @@ class LocasModel(BaseTuner):
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        return remove_adapter_name(key, adapter_name)
+        return remove_adapter_name(plain_name(key), adapter_name)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        named = dict(state_dict)
+        named = {plain_name(key): tensor for key, tensor in state_dict.items()}
         _add_input_scales(named, config)
         _add_calibrated_flags(named)
         keys = map_memory(model, adapter_name) | map_tied(model, adapter_name)
         # A model without PEFT's wrapper has no prefix.
         keys |= {f"{PREFIX}{key}": own for key, own in keys.items()}
-        remapped = {keys.get(key, key): tensor for key, tensor in named.items()}
+        own_keys = {plain_name(key): key for key in model.state_dict()}
+        remapped = {keys.get(key, own_keys.get(key, key)): named[key] for key in named}
         check_tensors(model, adapter_name, config, remapped)
         _keep_long_rows(named, config)
         return remapped
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise a `ValueError` if a model is wrapped for several processes already."""
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            rule = "be added before the model is wrapped"
+            got = f"a model in {type(module).__name__}"
+            raise invalid("a memory", rule, got, "wrap the model that has the memory")
 
 
 def _check_host(expected: dict[str, Any], host: dict[str, Any]) -> None:
@@ -506,7 +554,8 @@ def _check_strategy(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
 def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
-    for name, _ in host_modules(model):
+    for wrapped_name, _ in host_modules(model):
+        name = plain_name(wrapped_name)
         if name not in ffns and name.rpartition(".")[2] in suffixes:
             return set(ffns)
     return suffixes

@@ -14,10 +14,38 @@ ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 # What torch's wrappers call the module that they wrap: activation checkpointing, FSDP, and
 # `torch.compile`. The names in a state dict have only the last of them.
 _HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-WRAPPED = (*_HIDDEN, "_orig_mod")
+_COMPILED = "_orig_mod"
+WRAPPED = (*_HIDDEN, _COMPILED)
 # The base's own modules inside these.
 _BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")
 _WRAPPED_BY_ADAPTERS = ("base_layer", "original_module", "token_adapter")
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or a tensor's name without the wrappers of torch around its parents."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def state_name(name: str) -> str:
+    """Return a module's name as the names in its model's state dict begin."""
+    return ".".join(part for part in name.split(".") if part not in _HIDDEN)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is one of the wrappers of torch: activation checkpointing, ..."""
+    return any(part in module._modules for part in WRAPPED)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return what the wrappers of torch around a module wrap; the module itself without any."""
+    while is_wrapper(module):
+        module = next(module._modules[part] for part in WRAPPED if part in module._modules)
+    return module
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` has wrapped, or the module itself."""
+    return module._modules.get(_COMPILED, module)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -34,7 +62,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if not all(name.removeprefix(prefix).startswith(_BASE) for prefix in outer):
                 continue
         plain = re.sub(r"(token_adapter\.)?base_layer\.|original_module\.", "", name)
-        yield plain.removeprefix("base_model.model."), parameter
+        yield plain_name(plain).removeprefix("base_model.model."), parameter
 
 
 def host_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

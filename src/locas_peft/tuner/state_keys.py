@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .layer import LocasLayer
 from .memory_file import SCALES, WEIGHTS
-from .modules import ADAPTER_LAYERS
+from .modules import ADAPTER_LAYERS, plain_name, state_name
 
 Tensors = dict[str, Tensor]
 
@@ -24,12 +24,14 @@ def map_memory(model: nn.Module, adapter_name: str) -> dict[str, str]:
     for name, layer in model.named_modules():
         if not isinstance(layer, LocasLayer):
             continue
+        own_name = state_name(name)
         for part in WEIGHTS:
             if adapter_name in getattr(layer, part):
-                keys[f"{name}.{part}.weight"] = f"{name}.{part}.{adapter_name}.weight"
+                own_key = f"{own_name}.{part}.{adapter_name}.weight"
+                keys[f"{plain_name(name)}.{part}.weight"] = own_key
         for part in SCALES:
             if adapter_name in getattr(layer, part):
-                keys[f"{name}.{part}"] = f"{name}.{part}.{adapter_name}"
+                keys[f"{plain_name(name)}.{part}"] = f"{own_name}.{part}.{adapter_name}"
     return keys
 
 
@@ -42,7 +44,7 @@ def map_trained(model: nn.Module, adapter_name: str) -> dict[str, str]:
         if adapter_name not in wrapper._get_available_adapters():
             continue
         for key, own_key in wrapper.adapter_state_dict_load_map(adapter_name).items():
-            keys[f"{name}.{key}"] = f"{name}.{own_key}"
+            keys[f"{plain_name(name)}.{key}"] = f"{state_name(name)}.{own_key}"
     return keys
 
 
@@ -59,8 +61,8 @@ def map_tied(model: nn.Module, adapter_name: str) -> dict[str, str]:
         ):
             continue
         if adapter_name in wrapper.token_adapter.trainable_tokens_delta:
-            key = f"{name}.token_adapter.trainable_tokens_delta"
-            keys[key] = f"{key}.{adapter_name}"
+            part = "token_adapter.trainable_tokens_delta"
+            keys[f"{plain_name(name)}.{part}"] = f"{state_name(name)}.{part}.{adapter_name}"
     return keys
 
 
@@ -86,7 +88,8 @@ def restore_hidden(
         return
     foreign = tuple(_list_prefixes(model, others))
     hiding: dict[str, str] = {}
-    for key, _ in (*model.named_parameters(), *model.named_buffers()):
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        key = state_name(name)
         other = _find_name_in(key, others)
         if other is not None and key not in state and not _is_below(key, foreign):
             hiding[key] = other
@@ -108,6 +111,50 @@ def restore_hidden(
             )
 
 
+def add_wrappers_to_names(model: nn.Module, state: Tensors) -> Tensors:
+    """Return a memory's tensors by names with the wrappers that a model has.
+
+    Args:
+        model: the model that is to get a memory beside the FFNs that the names tell.
+        state: the tensors, by names with wrappers or without.
+    """
+    names: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        # The outermost wrapper comes first.
+        names.setdefault(plain_name(name), name)
+    found: Tensors = {}
+    for key, tensor in state.items():
+        plain = plain_name(key)
+        ffn, separator, part = plain.rpartition(".locas_")
+        found[f"{names.get(ffn, ffn)}{separator}{part}" if separator else plain] = tensor
+    return found
+
+
+def add_names_of_wrapped(model: nn.Module, adapter_name: str, state: Tensors) -> None:
+    """Add to a state the names by which a memory's tensors are looked for in a wrapped model.
+
+    The names of a state that was gathered from `torch.compile(model)`, or from a model in
+    DistributedDataParallel, begin otherwise. PEFT looks for what is trained in full by the names of
+    modules, which contain wrappers that the names in a state do not have.
+
+    Args:
+        model: the model.
+        adapter_name: the memory that is saved.
+        state: the model's state; mutated.
+    """
+    by_plain = {plain_name(key).removeprefix("module."): key for key in state}
+    wanted = set(map_memory(model, adapter_name).values())
+    for name, wrapper in model.named_modules():
+        if not isinstance(wrapper, AuxiliaryTrainingWrapper):
+            continue
+        for own_key in wrapper.adapter_state_dict_load_map(adapter_name).values():
+            wanted.add(f"{name}.{own_key}")
+    for key in wanted:
+        given = by_plain.get(plain_name(key))
+        if key not in state and given is not None:
+            state[key] = state[given]
+
+
 def _list_prefixes(model: nn.Module, adapter_names: Iterable[str]) -> Iterator[str]:
     """Yield how the names of adapters' tensors begin, in each layer that has them."""
     for name, layer in model.named_modules():
@@ -117,7 +164,7 @@ def _list_prefixes(model: nn.Module, adapter_names: Iterable[str]) -> Iterator[s
             container = attrgetter(part)(layer)
             for adapter_name in adapter_names:
                 if adapter_name in container:
-                    yield f"{name}.{part}.{adapter_name}"
+                    yield f"{state_name(name)}.{part}.{adapter_name}"
 
 
 def _is_below(key: str, prefixes: tuple[str, ...]) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .config import LocasConfig
 from .errors import invalid
-from .modules import host_modules
+from .modules import host_modules, plain_name
 
 ONE_FIELD = "name each module in one of the two fields"
 
@@ -125,6 +125,11 @@ def check_trained(config: LocasConfig, model: nn.Module) -> None:
             in_full.add(name)
         elif isinstance(module, TrainableTokensWrapper):
             by_tokens.add(name)
+    for name in (*in_full, *by_tokens):
+        if name != plain_name(name):
+            field = "modules_to_save" if name in in_full else "trainable_token_indices"
+            rule = "not name a module inside one that torch.compile or checkpointing wraps"
+            raise invalid(field, rule, name, "wrap the model after the memory is added or loaded")
     in_full = {_outermost(name) for name in in_full}
     by_tokens = {_outermost(name) for name in by_tokens}
     both = sorted(in_full & by_tokens)
