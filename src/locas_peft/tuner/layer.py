@@ -327,6 +327,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _check_replica(self) -> None:
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is
         # lost, and its hooks are the original's.
+        if not getattr(self, "_is_replica", False):
+            return
         if self._list_waiting(self._select_memories(self.active_adapters)):
             problem = "a memory cannot calibrate itself under DataParallel"
             remedy = "calibrate(model, batches) first, or train with DistributedDataParallel"
@@ -452,8 +454,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
         """Return the memories that take part in a forward, each once."""
-        if getattr(self, "_is_replica", False):
-            self._check_replica()
+        self._check_replica()
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
@@ -511,7 +512,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return A of a flat FFN, which its first projection was given in this forward."""
         ffn_input = self._ffn_input
         self._ffn_input = None
-        if ffn_input is None:
+        is_used = not (self.disable_adapters or self.merged)
+        if ffn_input is None and is_used:
+            self._check_replica()
             parts = self.ffn.parts
             problem = f"{self.name} was run without {parts.inlet} before it"
             remedy = "wrap the decoder layer in activation checkpointing"

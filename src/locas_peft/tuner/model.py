@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
 from .memory_file import PREFIX, make_calibrated_flag, one_line, parse_key, remove_adapter_name
+from .mixed_batch import RowNames
 from .modules import (
     WRAPPED,
     host_modules,
@@ -270,18 +270,24 @@ class LocasModel(BaseTuner):
             yield
             return
         self._check_adapter_names(adapter_names)
-        # Beam search repeats each row; an encoder still sees every row once.
-        beams = kwargs.get("num_beams") or 1
-        repeated = [name for name in adapter_names for _ in range(beams)]
+        rows = RowNames(list(adapter_names))
+        rows.check_inputs(self.model, args, kwargs)
         encoder_modules: set[nn.Module] = set()
-        if beams > 1 and self.model.config.is_encoder_decoder:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
             encoder_modules = set(self.model.get_encoder().modules())
         with ExitStack() as hooks:
+            hook = self.model.register_forward_pre_hook(rows.count, with_kwargs=True)
+            hooks.enter_context(hook)
             for module in self.modules():
-                if not isinstance(module, LocasLayer | AuxiliaryTrainingWrapper):
+                if isinstance(module, AuxiliaryTrainingWrapper):
+                    pass_names = rows.pass_by_input
+                elif not isinstance(module, LocasLayer):
                     continue
-                names = adapter_names if module in encoder_modules else repeated
-                pass_names = partial(_pass_adapter_names, adapter_names=names)
+                elif module in encoder_modules:
+                    pass_names = rows.pass_once
+                else:
+                    pass_names = rows.pass_repeated
                 hook = module.register_forward_pre_hook(pass_names, with_kwargs=True)
                 hooks.enter_context(hook)
             yield
@@ -626,9 +632,3 @@ def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
         ffn = key.removesuffix(".locas_tau")
         state[f"{ffn}.locas_input_scale"] = torch.tensor(1.0)
     config.output_scale = "paper"
-
-
-def _pass_adapter_names(
-    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]
-) -> tuple:
-    return args, {**kwargs, "adapter_names": adapter_names}
