@@ -256,19 +256,28 @@ def test_memories_that_train_one_module_are_not_active_together(folders):
     assert torch.equal(logits(model, tokens(5, 6)), says["one"])
 
 
-def test_a_memory_beside_several_active_ones_is_not_deleted(folders):
+@pytest.mark.parametrize("active", [["two", "three"], ["one", "two", "three"]])
+def test_deleting_one_of_three_memories_with_a_trained_module(active, folders):
     base = load_base(folders["llama", False])
     model = get_peft_model(base, make_config(modules_to_save=["lm_head"]), adapter_name="one")
     for seed, name in enumerate(["two", "three"], start=1):
         model.add_adapter(name, make_config(seed))
         train(model, name, seed=seed)
-    for active in (["two", "three"], ["one", "two", "three"]):
-        model.base_model.set_adapter(active)
-        expected = logits(model.eval())
-        with pytest.raises(ValueError, match="adapter_name must .* call set_adapter"):
-            model.delete_adapter("one")
-        assert torch.equal(logits(model), expected)
-    model.set_adapter("two")
-    expected = logits(model)
+    model.base_model.set_adapter(["two", "three"])
+    expected = logits(model.eval())
+    model.base_model.set_adapter(active)
     model.delete_adapter("one")
+    assert model.active_adapters == ["two", "three"] and list(model.peft_config) == ["two", "three"]
     assert torch.equal(logits(model), expected)
+
+
+def test_merged_tokens_are_unmerged_with_the_memory(folders):
+    fields = ({"trainable_token_indices": [5]}, {})
+    model, says = make_pair(folders["llama", False], fields)
+    model.set_adapter("one")
+    model.merge_adapter()
+    with pytest.warns(UserWarning, match="Unmerging the model first"):
+        model.set_adapter("two")
+    assert torch.equal(logits(model, tokens(5, 6)), says["two"])
+    with model.disable_adapter():
+        assert torch.equal(logits(model, tokens(5, 6)), says["__base__"])

@@ -69,6 +69,8 @@ def _check_calibratable(layer: LocasLayer, name: str) -> None:
         problem = "has learned already: calibrating would lose it. Add a new adapter"
     elif name in layer.merged_adapters:
         problem = "is merged: call unmerge_adapter() before it is calibrated"
+    elif layer.merged:
+        problem = "is beside a merged one: call unmerge_adapter() before it is calibrated"
     if problem is not None:
         raise ValueError(f"the memory '{name}' {problem}.")
 

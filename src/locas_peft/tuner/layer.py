@@ -434,7 +434,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
         is_mixed = adapter_names is not None and len(set(adapter_names)) > 1
-        waiting = [] if is_mixed else self._list_waiting(memories)
+        # Merged memories are no slots of the host, which calibration would take them for.
+        waiting = [] if is_mixed or self.merged else self._list_waiting(memories)
         if waiting:
             result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
         else:
@@ -462,7 +463,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if adapter_names is not None:
             check_adapter_names(self, adapter_names, ffn_input)
             return self._select_memories(dict.fromkeys(adapter_names))
-        return [] if self.merged else self._select_memories(self.active_adapters)
+        active = self._select_memories(self.active_adapters)
+        # Those that are merged are in the host's FFN.
+        return [name for name in active if name not in self.merged_adapters]
 
     def _select_memories(self, adapter_names: Iterable[str]) -> list[str]:
         return [name for name in adapter_names if name in self.locas_up]
@@ -512,7 +515,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return A of a flat FFN, which its first projection was given in this forward."""
         ffn_input = self._ffn_input
         self._ffn_input = None
-        is_used = not (self.disable_adapters or self.merged)
+        is_used = not self.disable_adapters and bool(self.locas_up)
         if ffn_input is None and is_used:
             self._check_replica()
             parts = self.ffn.parts

@@ -91,6 +91,8 @@ class LocasModel(BaseTuner):
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = add_wrappers_to_names(model, kwargs["state_dict"])
         self._give_own_config(adapter_name)
+        # A new memory would take a merged one for slots of the host.
+        merged = self._unmerge_first()
         restore = remember_modules(self)
         former = list(model.parameters())
         trained = [parameter.requires_grad for parameter in former]
@@ -103,6 +105,8 @@ class LocasModel(BaseTuner):
                 super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
             restore()
+            for layer, names in merged.items():
+                layer.merge(adapter_names=names)
             raise
         replace_wrappers(model)
         if has_adapters:
@@ -173,7 +177,11 @@ class LocasModel(BaseTuner):
                 _check_strategy(peft_config, plain_name(name), ffn)
 
     def _is_targeted(self, peft_config: LocasConfig, name: str, module: nn.Module) -> bool:
-        if not name or isinstance(unwrap(module), BaseTunerLayer):
+        former = unwrap(module)
+        has_other_adapter = isinstance(former, BaseTunerLayer) and not isinstance(
+            former, LocasLayer
+        )
+        if not name or has_other_adapter:
             return False
         if re.search(r"\.base_layer(\.|$)", name):
             return False
@@ -239,21 +247,30 @@ class LocasModel(BaseTuner):
         """
         if not isinstance(adapter_name, str):
             check_active(self.model, adapter_name)
+        # PEFT unmerges the memories, but not the tokens that are trained beside them.
+        self._unmerge_first()
         super().set_adapter(adapter_name, inference_mode=inference_mode)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete a memory. See `BaseTuner.delete_adapter`.
-
-        Raises:
-            ValueError: it does not exist, is merged, or several others are active: PEFT would then
-                go on with a name that is gone. Nothing has changed.
-        """
-        others = [name for name in self.active_adapters if name != adapter_name]
-        if len(others) > 1:
-            rule = "name a memory beside at most one other that is active"
-            got = f"{adapter_name!r} beside {', '.join(others)}"
-            raise invalid("adapter_name", rule, got, "call set_adapter with one of them first")
+        """Delete a memory. See `BaseTuner.delete_adapter`."""
+        config = self.peft_config.get(adapter_name)
         super().delete_adapter(adapter_name)
+        if not isinstance(self.peft_config, ConfigsWithFormer):
+            self.peft_config = ConfigsWithFormer(self.peft_config)
+            self.model.peft_config = self.peft_config
+        self.peft_config.former[adapter_name] = config
+
+    def _unmerge_first(self) -> dict[BaseTunerLayer, list[str]]:
+        """Unmerge all memories; return which were merged in each layer."""
+        merged = {}
+        for layer in self.model.modules():
+            if isinstance(layer, BaseTunerLayer) and layer.merged:
+                merged[layer] = list(layer.merged_adapters)
+        if merged:
+            message = "Adapter cannot be set when the model is merged. Unmerging the model first."
+            warnings.warn(message, stacklevel=3)
+            self.unmerge_adapter()
+        return merged
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         for module in self.model.modules():
@@ -308,9 +325,23 @@ class LocasModel(BaseTuner):
         self, adapter_names: list[str] | None = None, safe_merge: bool = False
     ) -> None:
         """Merge memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
+        if adapter_names is not None:
+            self._check_named(adapter_names)
         self._check_mergeable(adapter_names)
         with self._merges_undone_on_failure():
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def _check_named(self, adapter_names: list[str]) -> None:
+        """Raise a `ValueError` if it is unclear what the model says after a merge."""
+        inactive = [name for name in adapter_names if name not in self.active_adapters]
+        for layer in list_layers(self.model):
+            merged = [*layer.merged_adapters, *adapter_names]
+            for name in layer.active_adapters:
+                if inactive and name in layer.locas_up and name not in merged:
+                    rule = f"be active, or merged with {name!r}, which is active"
+                    raise invalid(
+                        "adapter_names", rule, inactive, "set the adapters to be merged first"
+                    )
 
     def _check_mergeable(self, adapter_names: list[str] | None) -> None:
         check_mergeable_tokens(self.model, adapter_names or self.active_adapters)
@@ -499,6 +530,20 @@ class LocasModel(BaseTuner):
         check_tensors(model, adapter_name, config, remapped)
         _keep_long_rows(named, config)
         return remapped
+
+
+class ConfigsWithFormer(dict[str, LocasConfig]):
+    """The configs of a model's memories, which also knows those of deleted memories.
+
+    A `PeftModel` goes on asking for the config of the adapter that was active, in each forward.
+    """
+
+    def __init__(self, configs: dict[str, LocasConfig]) -> None:
+        super().__init__(configs)
+        self.former: dict[str, LocasConfig] = {}
+
+    def __missing__(self, name: str) -> LocasConfig:
+        return self.former[name]
 
 
 def _check_wrappers(model: nn.Module) -> None:
