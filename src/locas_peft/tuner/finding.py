@@ -13,6 +13,8 @@ from .modules import host_modules, is_wrapper, plain_name
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
+# A gated norm may have two small projections and an activation inside.
+INSIDE_NORM = re.compile(r"norm[^.]*\.")
 # What a memory can stand beside: one FFN, or one mixture's block.
 AnyFFN = HostFFN | HostMixture
 
@@ -38,7 +40,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         is_inside = name.startswith(blocks) or "experts" in name.split(".")
         if isinstance(module, BaseTunerLayer) or is_wrapper(module):
             continue
-        if is_inside or OTHER_MODALITIES.search(name):
+        if is_inside or OTHER_MODALITIES.search(name) or INSIDE_NORM.search(name):
             continue
         plain = _name_in_host(name)
         if hasattr(module, "experts"):
