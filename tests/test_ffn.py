@@ -276,3 +276,12 @@ def test_a_mixture_whose_router_needs_more_than_its_input_is_named():
         layer.mlp.__class__ = Hashed
     with pytest.raises(ValueError, match="mixtures of experts of an unknown structure"):
         get_peft_model(host, LocasConfig(r=4))
+
+
+def test_a_mixture_whose_activation_takes_two_arguments_is_named():
+    host = make_host("qwen3_moe")
+    for layer in host.model.layers:
+        layer.mlp.experts.act_fn = PairActivation()
+        layer.mlp.experts._apply_gate = lambda pair: PairActivation()(*pair.chunk(2, dim=-1))
+    with pytest.raises(ValueError, match="mixtures of experts of an unknown structure"):
+        get_peft_model(host, LocasConfig(r=4))

@@ -288,10 +288,14 @@ class HostMixture:
         if any(parameter.is_meta for parameter in self.owner.parameters()):
             return True
         try:
-            output, record = self._run_random_tokens(16)
-        # A router may need more than the block's input, such as the tokens' ids.
+            return self._is_sum_on_random_tokens()
+        # A router may need more than the block's input, such as the tokens' ids, and an activation
+        # more than one argument.
         except Exception:
             return False
+
+    def _is_sum_on_random_tokens(self) -> bool:
+        output, record = self._run_random_tokens(16)
         if not isinstance(output, Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
             return False
         inputs = record["inputs"]
