@@ -280,7 +280,8 @@ def try_family(family: str) -> Row:
         return row
     layers = list_layers(model)
     kind = "gated" if layers[0].ffn.gated else "two-layer"
-    mixture = "mixture, " if layers[0].ffn.parts is None else ""
+    has_mixture = any(layer.ffn.parts is None for layer in layers)
+    mixture = "mixture, " if has_mixture else ""
     row.ffns = f"{mixture}{kind}"
     for name, verb in VERBS.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -177,6 +177,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _strategy(self, adapter_name: str) -> Strategy:
         return STRATEGIES[self.locas_config[adapter_name].strategy]
 
+    def has_adapter(self, adapter_name: str) -> bool:
+        """Return whether the layer has a memory of that name."""
+        return adapter_name in self.locas_up
+
     def is_written(self, adapter_name: str) -> bool:
         """Return whether a memory's slots are written in closed form (`SlotWriter`)."""
         return self._strategy(adapter_name).written

@@ -72,6 +72,7 @@ class LocasModel(BaseTuner):
     prefix: str = "locas_"
     tuner_layer_cls = LocasLayer
     target_module_mapping: dict[str, list[str]] = {}
+    peft_config: dict[str, LocasConfig]
 
     # The model's FFNs, found at the start of an injection.
     _ffns: dict[str, AnyFFN] = {}
@@ -255,10 +256,12 @@ class LocasModel(BaseTuner):
         """Delete a memory. See `BaseTuner.delete_adapter`."""
         config = self.peft_config.get(adapter_name)
         super().delete_adapter(adapter_name)
-        if not isinstance(self.peft_config, ConfigsWithFormer):
-            self.peft_config = ConfigsWithFormer(self.peft_config)
-            self.model.peft_config = self.peft_config
-        self.peft_config.former[adapter_name] = config
+        configs = self.peft_config
+        if not isinstance(configs, ConfigsWithFormer):
+            configs = ConfigsWithFormer(configs)
+            self.peft_config = configs
+            self.model.peft_config = configs
+        configs.former[adapter_name] = config
 
     def _unmerge_first(self) -> dict[BaseTunerLayer, list[str]]:
         """Unmerge all memories; return which were merged in each layer."""
@@ -274,7 +277,8 @@ class LocasModel(BaseTuner):
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         for module in self.model.modules():
-            if isinstance(module, LocasLayer | MemoryTokensLayer):
+            is_kept = isinstance(module, LocasLayer | MemoryTokensLayer)
+            if is_kept and module.has_adapter(adapter_name):
                 module.keeps_float32[adapter_name] = autocast_adapter_dtype
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
 

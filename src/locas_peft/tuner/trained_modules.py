@@ -66,6 +66,8 @@ class MemoryTokensWrapper(_MemoryWrapper, TrainableTokensWrapper):
 class MemoryTokensLayer(TrainableTokensLayer):
     """The trained tokens of one embedding."""
 
+    other_param_names = (*TrainableTokensLayer.other_param_names, "keeps_float32")
+
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
@@ -81,10 +83,14 @@ class MemoryTokensLayer(TrainableTokensLayer):
         if self.merged:
             super().unmerge()
 
+    def has_adapter(self, adapter_name: str) -> bool:
+        """Return whether tokens of this embedding are trained for an adapter."""
+        return adapter_name in self.trainable_tokens_delta
+
     @property
     def keeps_float32(self) -> dict[str, bool]:
         """Whether the tokens of an adapter stay in float32 beside a half-precision base."""
-        return vars(self).setdefault("_keeps_float32", {})
+        return self.__dict__.setdefault("_keeps_float32", {})
 
 
 REPLACEMENTS = {
@@ -109,8 +115,11 @@ def check_active(model: nn.Module, adapter_names: Sequence[str]) -> None:
             continue
         own = [adapter for adapter in adapter_names if adapter in module._adapters]
         if len(own) > 1:
-            rule = f"name one adapter that trains {name}"
-            raise invalid("active adapters", rule, own, "activate one of them")
+            is_whole = isinstance(module, ModulesToSaveWrapper)
+            kind = ModulesToSaveWrapper if is_whole else TrainableTokensWrapper
+            # As PEFT begins its message, which lists the module.
+            problem = f"Only one adapter can be set at a time for {kind.__name__} of {name}"
+            raise ValueError(f"{problem}, got {own}: activate one of them.")
 
 
 def check_trained(config: LocasConfig, model: nn.Module) -> None:
@@ -134,8 +143,10 @@ def check_trained(config: LocasConfig, model: nn.Module) -> None:
     by_tokens = {_outermost(name) for name in by_tokens}
     both = sorted(in_full & by_tokens)
     if both:
-        rule = "not train a module that modules_to_save trains in full"
-        raise invalid("trainable_token_indices", rule, both[0], ONE_FIELD)
+        # As PEFT begins its message.
+        problem = "The embedding layer is already marked to be trained fully"
+        field = "trainable_token_indices must not train what modules_to_save trains"
+        raise ValueError(f"{problem}: {field}, got {both[0]}; {ONE_FIELD}.")
 
 
 def check_mergeable_tokens(model: nn.Module, adapter_names: Iterable[str]) -> None:
