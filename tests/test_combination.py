@@ -119,6 +119,7 @@ def test_memories_that_cannot_be_combined_are_named():
     model.add_adapter("three", LocasConfig(r=2))
     with pytest.raises(ValueError, match="the memory 'three' is empty"):
         model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "both")
+    model.set_adapter("one")
     model.merge_adapter(["one"])
     with pytest.raises(ValueError, match="the memory 'one' is merged: call unmerge_adapter"):
         model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")

@@ -1,9 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from families import HIDDEN, make_host, make_tokens
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitNetConfig, LlamaForCausalLM
 
 from locas_peft import LocasConfig, calibrate
 from locas_peft.slots import widen_base
@@ -209,3 +211,77 @@ def test_host_ffn_names_what_is_missing():
         match=r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader",
     ):
         HostFFN(OddFFN(), FFNParts(up="up_proj", down="down_proj"), "mlp")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_ffn_with_a_norm_between_its_projections_gets_no_memory(family):
+    """As in BitNet: the norm's weight made it look like an FFN on a decoder layer, which was not compared."""
+    host = make_host(family)
+    for layer in host.base_model.layers if family == "llama" else host.base_model.h:
+        part = "down_proj" if family == "llama" else "c_proj"
+        layer.mlp.between = torch.nn.LayerNorm(24 if family == "llama" else 64)
+        down = getattr(layer.mlp, part)
+        down.register_forward_pre_hook(lambda module, args, mlp=layer.mlp: mlp.between(args[0]))
+    before = [name for name, _ in host.named_modules()]
+    with pytest.raises(ValueError, match="computes something other than down") as raised:
+        get_peft_model(host, LocasConfig(r=4))
+    assert "\n" not in str(raised.value)
+    assert [name for name, _ in host.named_modules()] == before
+
+
+def test_a_family_with_a_norm_between_its_projections_gets_no_memory():
+    config = BitNetConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    host = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="BitNetMLP.* computes something other than"):
+        get_peft_model(host, LocasConfig(r=4))
+
+
+def forward_pair(mlp, hidden_states):
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)))
+
+
+class PairActivation(nn.Module):
+    """An activation that takes the gate and the up rows, as in Inkling."""
+
+    def forward(self, gate, up):
+        return nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_ffn_whose_parts_cannot_be_run_alone_gets_no_memory(is_flat):
+    host = make_host("llama")
+    for layer in host.model.layers:
+        layer.mlp.act_fn = PairActivation()
+        if is_flat:
+            layer.mlp.scale = nn.LayerNorm(HIDDEN)
+            layer.mlp.forward = partial(forward_pair, layer.mlp)
+    with pytest.raises(ValueError, match="computes something other than down") as raised:
+        get_peft_model(host, LocasConfig(r=4))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mixture_whose_router_needs_more_than_its_input_is_named():
+    host = make_host("qwen3_moe")
+    block = type(host.model.layers[0].mlp)
+
+    class Hashed(block):
+        def forward(self, hidden_states, input_ids=None):
+            input_ids.reshape(-1)
+            return super().forward(hidden_states)
+
+    for layer in host.model.layers:
+        layer.mlp.__class__ = Hashed
+    with pytest.raises(ValueError, match="mixtures of experts of an unknown structure"):
+        get_peft_model(host, LocasConfig(r=4))
+
+
+def test_a_mixture_whose_activation_takes_two_arguments_is_named():
+    host = make_host("qwen3_moe")
+    for layer in host.model.layers:
+        layer.mlp.experts.act_fn = PairActivation()
+        layer.mlp.experts._apply_gate = lambda pair: PairActivation()(*pair.chunk(2, dim=-1))
+    with pytest.raises(ValueError, match="mixtures of experts of an unknown structure"):
+        get_peft_model(host, LocasConfig(r=4))

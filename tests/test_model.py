@@ -621,11 +621,13 @@ def test_two_memories_merged_and_one_merged_again():
     base = snapshot(model)
     model.set_adapter("second")
     second = logits(model)
+    model.base_model.set_adapter(["first", "second"])
     model.merge_adapter(["first"])
     with pytest.warns(UserWarning, match="Already following adapters were merged first"):
         model.merge_adapter(["second"])
     model.unmerge_adapter()
     assert same(model, base)
+    model.set_adapter("second")
     model.merge_adapter(["second"])
     assert list_layers(model)[0].merged_adapters == ["second"]
     torch.testing.assert_close(logits(model), second, rtol=0, atol=1e-5)

@@ -26,6 +26,7 @@ from ..tuner.ffn import FFNParts
 from ..tuner.finding import AnyFFN, find_ffns
 from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
+from ..tuner.modules import plain_name
 from ..tuner.widths import WidthGroup, widen_to, widened_config
 
 Lora = tuple[LoraConfig, dict[str, Tensor]]
@@ -94,7 +95,9 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
         layer.check_exportable(adapter_name)
         _check_dense(layer.name, layer.ffn)
         factors |= _factorize(layer, adapter_name, neurons)
-    return _make_config(model.get_base_model(), factors), _name_tensors(factors)
+    is_transposed = any(isinstance(layer.ffn.down, Conv1D) for layer in layers)
+    config = _make_config(model.get_base_model(), factors, is_transposed)
+    return config, _name_tensors(factors)
 
 
 def _factorize(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, Factors]:
@@ -118,7 +121,7 @@ def _factorize(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, 
     return {f"{owner}.{part}": factors[part] for part in parts.projections}
 
 
-def _make_config(base: nn.Module, factors: dict[str, Factors]) -> LoraConfig:
+def _make_config(base: nn.Module, factors: dict[str, Factors], is_transposed: bool) -> LoraConfig:
     """Return the config of a LoRA whose alpha is its rank, so that PEFT scales it by 1."""
     ranks = {name: len(down) for name, (down, _) in factors.items()}
     r = min(ranks.values())
@@ -129,7 +132,7 @@ def _make_config(base: nn.Module, factors: dict[str, Factors]) -> LoraConfig:
         rank_pattern=other_ranks,
         alpha_pattern=dict(other_ranks),
         target_modules=_shorten(ranks, base),
-        fan_in_fan_out=any(isinstance(base.get_submodule(name), Conv1D) for name in ranks),
+        fan_in_fan_out=is_transposed,
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
@@ -159,7 +162,7 @@ def _shorten(names: Collection[str], base: nn.Module) -> list[str]:
     """
     last_parts = {name.rpartition(".")[2] for name in names}
     for module_name, _ in base.named_modules():
-        plain_name = module_name.replace(".base_layer", "")
-        if plain_name not in names and plain_name.rpartition(".")[2] in last_parts:
+        name = plain_name(module_name).replace(".base_layer", "")
+        if name not in names and name.rpartition(".")[2] in last_parts:
             return sorted(names)
     return sorted(last_parts)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .attached import find_memories
 from .initialization import Statistics
 from .layer import LocasLayer
-from .modules import adapters_disabled, evaluating
+from .modules import adapters_disabled, evaluating, unwrap
 
 Batches = Iterable[Tensor | Mapping[str, Tensor]]
 
@@ -69,6 +69,8 @@ def _check_calibratable(layer: LocasLayer, name: str) -> None:
         problem = "has learned already: calibrating would lose it. Add a new adapter"
     elif name in layer.merged_adapters:
         problem = "is merged: call unmerge_adapter() before it is calibrated"
+    elif layer.merged:
+        problem = "is beside a merged one: call unmerge_adapter() before it is calibrated"
     if problem is not None:
         raise ValueError(f"the memory '{name}' {problem}.")
 
@@ -89,7 +91,7 @@ def observe_host(
         layers: its layers.
         r: the width R that the statistics must suffice for; `None` for the memory's own.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrap(model.get_base_model() if hasattr(model, "get_base_model") else model)
     # Without the head.
     backbone = base.base_model if isinstance(base, PreTrainedModel) else base
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.

@@ -234,8 +234,9 @@ class LocasConfig(PeftConfig):
             return "saved_embeddings"
         if self.trainable_token_indices and name.endswith(".trainable_tokens_delta"):
             return "trainable_token_indices"
+        is_of_base = ".original_module." in name
         for module in self.modules_to_save or ():
-            if f".{module}." in f".{name}":
+            if f".{module}." in f".{name}" and not is_of_base:
                 return "modules_to_save"
         return None
 

@@ -16,8 +16,9 @@ random token then checks the formula. A new family is one row of `KNOWN_PARTS`. 
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate.utils import align_module_device
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .modules import evaluating
+from .modules import evaluating, unwrap
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,8 @@ class HostFFN:
         return self.parts.gate is not None or self.parts.gate_up is not None
 
     def projection(self, part: str) -> nn.Module:
-        """Return the host's own projection of that name, without the adapters that wrap it."""
-        module = getattr(self.owner, part)
-        return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        """Return the host's own projection of that name, without what wraps it."""
+        return _unwrap_all(getattr(self.owner, part))
 
     @property
     def inlet(self) -> nn.Module:
@@ -218,8 +218,8 @@ class HostFFN:
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
         for part in self.parts.projections:
-            module = getattr(self.owner, part)
-            if module is not self.projection(part) and not _wraps_only_memory(module):
+            module = unwrap(getattr(self.owner, part))
+            if module is not _without_adapters(module) and not _wraps_only_memory(module):
                 return f"{part} carries another adapter: merge or unload that one first"
         return None
 
@@ -287,8 +287,11 @@ class HostFFN:
         Raises:
             ValueError: where they differ.
         """
-        # Without weights, or without a forward of its own, there is nothing to compare.
-        if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
+        # Without weights there is nothing to compare.
+        if any(parameter.is_meta for parameter in self.owner.parameters()):
+            return
+        if self.is_flat:
+            self._verify_between()
             return
         weight = next(self.owner.parameters())
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
@@ -296,31 +299,77 @@ class HostFFN:
         token = token.to(weight.device, dtype)
         # Some FFNs also take the residual stream and add it (Bloom): zeros there.
         residuals = [torch.zeros_like(token)] * (_count_inputs(self.owner) - 1)
-        with torch.no_grad(), evaluating(self.owner):
-            expected = self.owner(token, *residuals)
-            output = self._forward(token)
+        try:
+            with torch.no_grad(), evaluating(self.owner):
+                expected = self.owner(token, *residuals)
+                output = self._forward(token)
+        # An activation of two arguments, a forward that needs more than its input, ...
+        except Exception:
+            raise self._make_mismatch() from None
         if isinstance(expected, Tensor):
             error = (expected - output).float().norm()
             if not error > 0.02 * expected.float().norm():
                 return
+        raise self._make_mismatch()
+
+    def _make_mismatch(self) -> ValueError:
         formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
         kind = type(self.owner).__name__
         problem = f"{self.name} ({kind}) computes something other than {formula} of its parts"
         names = ", ".join(self.parts.projections)
         remedy = "Name its parts in ffn_parts, or exclude it with exclude_modules."
-        raise ValueError(f"{problem} {names}: a memory could not be merged. {remedy}")
+        return ValueError(f"{problem} {names}: a memory could not be merged. {remedy}")
+
+    def _verify_between(self) -> None:
+        """Compare what the down projection of a flat FFN receives with the formula.
+
+        An FFN with a norm between its projections has a parameter beside its parts too.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str, module: nn.Module, args: tuple) -> None:
+            seen[name] = args[0]
+
+        weight = self.projection(self.parts.inlet).weight
+        dtype = weight.dtype if weight.is_floating_point() else torch.float32
+        token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        with ExitStack() as hooks:
+            for part in (self.parts.inlet, self.parts.down):
+                hook = self.projection(part).register_forward_pre_hook(partial(keep, part))
+                hooks.enter_context(hook)
+            hooks.enter_context(torch.no_grad())
+            hooks.enter_context(evaluating(self.owner))
+            try:
+                unwrap(self.owner)(token.to(weight.device, dtype))
+            # The forward of a whole decoder layer may need anything.
+            except Exception:
+                return
+        if seen.keys() != {self.parts.inlet, self.parts.down}:
+            return
+        try:
+            with torch.no_grad(), evaluating(self.owner):
+                activation = self._activate(seen[self.parts.inlet])
+        except Exception:
+            raise self._make_mismatch() from None
+        received = seen[self.parts.down]
+        error = (received - activation.reshape(received.shape)).float().norm()
+        if error > 0.02 * received.float().norm():
+            raise self._make_mismatch()
 
     def _forward(self, hidden_states: Tensor) -> Tensor:
+        return getattr(self.owner, self.parts.down)(self._activate(hidden_states))
+
+    def _activate(self, hidden_states: Tensor) -> Tensor:
+        """Return M, what the down projection receives for A."""
         parts = self.parts
-        down = getattr(self.owner, parts.down)
         if parts.gate_up:
             gate, up = getattr(self.owner, parts.gate_up)(hidden_states).chunk(2, dim=-1)
-            return down(self.act(gate) * up)
+            return self.act(gate) * up
         up = getattr(self.owner, parts.up)(hidden_states)
         if not self.gated:
-            return down(self.act(up))
+            return self.act(up)
         gate = getattr(self.owner, parts.gate)(hidden_states)
-        return down(self.act(gate) * up)
+        return self.act(gate) * up
 
 
 def _count_inputs(module: nn.Module) -> int:
@@ -364,9 +413,22 @@ def find_dense(
     return None
 
 
+def _without_adapters(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _unwrap_all(module: nn.Module) -> nn.Module:
+    """Return a module without the adapters and the wrappers of torch around it, in any order."""
+    inner = unwrap(_without_adapters(module))
+    while inner is not module:
+        module = inner
+        inner = unwrap(_without_adapters(module))
+    return module
+
+
 def _is_projection(module: nn.Module | None) -> bool:
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
+    if isinstance(module, nn.Module):
+        module = _unwrap_all(module)
     if isinstance(module, Conv1D):
         return True
     names = ("in_features", "out_features", "weight")

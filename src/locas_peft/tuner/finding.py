@@ -8,10 +8,13 @@ from torch import nn
 
 from .ffn import FFNParts, HostFFN, find_dense, list_known_parts
 from .mixture import HostMixture
+from .modules import host_modules, is_wrapper, plain_name
 
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
+# A gated norm may have two small projections and an activation inside.
+INSIDE_NORM = re.compile(r"norm[^.]*\.")
 # What a memory can stand beside: one FFN, or one mixture's block.
 AnyFFN = HostFFN | HostMixture
 
@@ -33,11 +36,13 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
     ffns: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
-    for name, module in model.named_modules():
+    for name, module in host_modules(model):
         is_inside = name.startswith(blocks) or "experts" in name.split(".")
-        if isinstance(module, BaseTunerLayer) or is_inside or OTHER_MODALITIES.search(name):
+        if isinstance(module, BaseTunerLayer) or is_wrapper(module):
             continue
-        plain = _plain_name(name)
+        if is_inside or OTHER_MODALITIES.search(name) or INSIDE_NORM.search(name):
+            continue
+        plain = _name_in_host(name)
         if hasattr(module, "experts"):
             try:
                 ffns[plain] = HostMixture(module, plain)
@@ -79,13 +84,13 @@ def to_parts(names: dict[str, str]) -> FFNParts:
 def find_unknown_experts(model: nn.Module, ffns: dict[str, AnyFFN]) -> list[str]:
     """Name the modules that hold the experts of mixtures which are not among the FFNs."""
     unknown = []
-    for name, _ in model.named_modules():
+    for name, _ in host_modules(model):
         block, _, last = name.rpartition(".")
-        if last == "experts" and _plain_name(block) not in ffns:
+        if last == "experts" and _name_in_host(block) not in ffns:
             unknown.append(name)
     return unknown
 
 
-def _plain_name(name: str) -> str:
-    """Return a module's name before an adapter wrapped it."""
-    return re.sub(r"(\.base_layer)+$", "", name)
+def _name_in_host(name: str) -> str:
+    """Return a module's name before an adapter or torch wrapped it."""
+    return re.sub(r"(\.base_layer)+$", "", plain_name(name))

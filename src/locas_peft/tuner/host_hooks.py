@@ -35,6 +35,9 @@ class HostHooks:
                 layer.prepare_shards()
         for layer in self._layers:
             layer.token_mask = None
+            if layer.disable_adapters and layer.merged:
+                # The first projection of a flat FFN runs before its layer.
+                layer.unmerge()
         if not torch.is_grad_enabled():
             return
         waiting = [layer for layer in self._layers if layer.may_calibrate()]

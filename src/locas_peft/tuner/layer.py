@@ -60,6 +60,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         "locas_calibrated",
         "locas_config",
         "locas_multiplier",
+        "keeps_float32",
     )
 
     def __init__(
@@ -88,6 +89,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_config: dict[str, LocasConfig] = {}
         # Factors on the outputs, inside the context of `rescale`.
         self.locas_multiplier: dict[str, float] = {}
+        # Whether a memory stays in float32 beside a half-precision base.
+        self.keeps_float32: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
@@ -173,6 +176,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _strategy(self, adapter_name: str) -> Strategy:
         return STRATEGIES[self.locas_config[adapter_name].strategy]
+
+    def has_adapter(self, adapter_name: str) -> bool:
+        """Return whether the layer has a memory of that name."""
+        return adapter_name in self.locas_up
 
     def is_written(self, adapter_name: str) -> bool:
         """Return whether a memory's slots are written in closed form (`SlotWriter`)."""
@@ -262,6 +269,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             slots[self.name] = rows.slots.tolist()
         config.set_record("slots", slots or None)
 
+    # Hooks of compiled modules are not called: what follows runs outside of compiled code.
+    @torch.compiler.disable
     def _calibrate(self, names: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's FFN and calibrate memories on this forward.
 
@@ -279,6 +288,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 self._made_rows[name] = self.locas_up[name].weight.detach().clone()
         return result
 
+    @torch.compiler.disable
     def _observe(
         self, calibrations: list[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -288,7 +298,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             for calibration in calibrations:
                 calibration.update(ffn_input, sum_activity, output, self.token_mask)
 
-        with self.ffn.observing(update):
+        with torch.compiler.set_stance("force_eager"), self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
     def _list_waiting(self, names: list[str]) -> list[str]:
@@ -321,6 +331,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _check_replica(self) -> None:
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is
         # lost, and its hooks are the original's.
+        if not getattr(self, "_is_replica", False):
+            return
         if self._list_waiting(self._select_memories(self.active_adapters)):
             problem = "a memory cannot calibrate itself under DataParallel"
             remedy = "calibrate(model, batches) first, or train with DistributedDataParallel"
@@ -419,15 +431,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             `[B, T, D]`, or `[..., D]` of a flat FFN.
         """
         adapter_names = kwargs.pop("adapter_names", None)
-        ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states
-        self._ffn_input = None
+        ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
         if self.calibration is not None:
             return self._observe([self.calibration], ffn_input, hidden_states, *args, **kwargs)
         memories = self._choose_memories(adapter_names, ffn_input)
         if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
         is_mixed = adapter_names is not None and len(set(adapter_names)) > 1
-        waiting = [] if is_mixed else self._list_waiting(memories)
+        # Merged memories are no slots of the host, which calibration would take them for.
+        waiting = [] if is_mixed or self.merged else self._list_waiting(memories)
         if waiting:
             result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
         else:
@@ -447,8 +459,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
         """Return the memories that take part in a forward, each once."""
-        if getattr(self, "_is_replica", False):
-            self._check_replica()
+        self._check_replica()
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
@@ -456,7 +467,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if adapter_names is not None:
             check_adapter_names(self, adapter_names, ffn_input)
             return self._select_memories(dict.fromkeys(adapter_names))
-        return [] if self.merged else self._select_memories(self.active_adapters)
+        active = self._select_memories(self.active_adapters)
+        # Those that are merged are in the host's FFN.
+        return [name for name in active if name not in self.merged_adapters]
 
     def _select_memories(self, adapter_names: Iterable[str]) -> list[str]:
         return [name for name in adapter_names if name in self.locas_up]
@@ -501,6 +514,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def saved_scale(self, adapter_name: str) -> Tensor:
         """Return tau times the config's `scaling`, a float32 scalar."""
         return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
+
+    def _take_ffn_input(self) -> Tensor:
+        """Return A of a flat FFN, which its first projection was given in this forward."""
+        ffn_input = self._ffn_input
+        self._ffn_input = None
+        is_used = not self.disable_adapters and bool(self.locas_up)
+        if ffn_input is None and is_used:
+            self._check_replica()
+            parts = self.ffn.parts
+            problem = f"{self.name} was run without {parts.inlet} before it"
+            remedy = "wrap the decoder layer in activation checkpointing"
+            raise ValueError(f"{problem}: {remedy}, in place of {parts.down} alone.")
+        return ffn_input
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
@@ -598,10 +624,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(
         self, adapter_name: str, device: torch.device | None = None
     ) -> None:
-        # PEFT also casts what it moves to the base's dtype: the scales stay float32.
+        # PEFT also casts what it moves to the base's dtype: the scales stay float32. So do weights
+        # that were loaded with low_cpu_mem_usage, if PEFT would cast them back after this.
         dicts = (self.locas_input_scale, self.locas_tau, self.locas_calibrated)
         scales = [scales[adapter_name] for scales in dicts]
+        former = [weight.data for weight in self.weights(adapter_name)]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        if self.keeps_float32.get(adapter_name, False):
+            for weight, data in zip(self.weights(adapter_name), former, strict=True):
+                weight.data = data.to(weight.device)
         weight = self.locas_up[adapter_name].weight
         for dictionary, scale in zip(dicts, scales, strict=True):
             dictionary[adapter_name] = scale if weight.is_meta else scale.to(weight.device)

@@ -1,6 +1,5 @@
 """Whether tensors can be loaded into a memory, or saved from one. No tensor is changed here."""
 
-import re
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -8,7 +7,9 @@ from torch import Tensor, nn
 from .config import LocasConfig
 from .errors import invalid
 from .ffn import WIDENABLE_DTYPES
-from .memory_file import LARGEST, PREFIX, one_line, split_tensors
+from .memory_file import LARGEST, PREFIX, one_line, remove_adapter_name, split_tensors
+from .modules import host_modules, plain_name
+from .state_keys import map_memory, map_tied, map_trained
 
 Tensors = dict[str, Tensor]
 LOAD_THE_BASE = "load the base that the memory was made for"
@@ -90,15 +91,18 @@ def select_loadable(model: nn.Module, adapter_name: str, config: LocasConfig) ->
     embeddings that the config's record names.
     """
     state = model.state_dict(keep_vars=True)
-    added = re.compile(
-        rf"\.(locas_\w+|modules_to_save|trainable_tokens_delta)\.{re.escape(adapter_name)}(\.|$)"
-    )
+    added = {
+        *map_memory(model, adapter_name).values(),
+        *map_trained(model, adapter_name).values(),
+        *map_tied(model, adapter_name).values(),
+    }
     embeddings = {id(parameter) for parameter in _list_embeddings(model)}
     saved = config.get_record("saved_embeddings") or ()
     loadable = {}
     for key, tensor in state.items():
-        is_saved_embedding = id(tensor) in embeddings and key.removeprefix(PREFIX) in saved
-        if added.search(key) or is_saved_embedding:
+        name = plain_name(key).removeprefix(PREFIX)
+        is_saved_embedding = id(tensor) in embeddings and name in saved
+        if key in added or is_saved_embedding:
             loadable[key] = tensor
     return loadable
 
@@ -135,10 +139,10 @@ def check_tensors(
         if own_key not in loadable:
             problem = _describe_stranger(own_key, is_of_base=own_key in state)
             raise ValueError(f"the memory does not fit the model: {problem}.")
-        named[_remove_adapter_name(own_key, adapter_name)] = tensor
+        named[remove_adapter_name(own_key, adapter_name)] = tensor
     expected = {}
     for key, tensor in loadable.items():
-        expected[_remove_adapter_name(key, adapter_name)] = tensor
+        expected[remove_adapter_name(key, adapter_name)] = tensor
     problem = find_problem(named, expected, config)
     if problem is not None:
         raise ValueError(f"the memory does not fit the model: {problem}.")
@@ -151,13 +155,6 @@ def _describe_stranger(key: str, is_of_base: bool) -> str:
     return f"the model has no layer for {one_line(key)}; {LOAD_THE_BASE}"
 
 
-def _remove_adapter_name(key: str, adapter_name: str) -> str:
-    """Return the name of a memory's tensor in a file; other names stay."""
-    if ".locas_" not in key:
-        return key
-    return re.sub(rf"\.{re.escape(adapter_name)}(\.weight)?$", r"\1", key)
-
-
 def check_tokens(config: LocasConfig, model: nn.Module) -> None:
     """Raise a `ValueError` if a token to be trained is outside the vocabulary.
 
@@ -166,14 +163,14 @@ def check_tokens(config: LocasConfig, model: nn.Module) -> None:
     indices = config.trainable_token_indices or {}
     if isinstance(indices, dict):
         for target, ids in indices.items():
-            for name, module in model.named_modules():
+            for name, module in host_modules(model):
                 if name.endswith(target):
                     _check_ids(name, module, ids)
         return
     embeddings = None
     if hasattr(model, "get_input_embeddings"):
         embeddings = model.get_input_embeddings()
-    for name, module in model.named_modules():
+    for name, module in host_modules(model):
         if module is embeddings:
             _check_ids(name, module, indices)
 

@@ -1,5 +1,6 @@
 """The names of a memory's tensors in its file, and the limits of what they hold."""
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -26,6 +27,19 @@ def parse_key(key: str) -> tuple[str, str] | None:
     if part not in parts or not ffn:
         return None
     return ffn.removeprefix(PREFIX), part
+
+
+def remove_adapter_name(key: str, adapter_name: str) -> str:
+    """Return the name in a file of an adapter's tensor in a model; other names stay.
+
+    "layers.0.mlp.locas_up.default.weight" gives "layers.0.mlp.locas_up.weight".
+    """
+    name = re.escape(adapter_name)
+    key = re.sub(rf"\.({'|'.join(WEIGHTS)})\.{name}\.weight$", r".\1.weight", key)
+    key = re.sub(rf"\.({'|'.join(SCALES)})\.{name}$", r".\1", key)
+    # PEFT saves these a second time, with the adapter's name, where it saves a resized embedding.
+    key = re.sub(rf"\.modules_to_save\.{name}\.", ".", key)
+    return re.sub(rf"(\.token_adapter\.trainable_tokens_delta)\.{name}$", r"\1", key)
 
 
 def make_calibrated_flag(up: Tensor, input_scale: Tensor) -> Tensor:

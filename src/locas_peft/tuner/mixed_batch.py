@@ -2,13 +2,88 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from .layer import LocasLayer
+
+
+Arguments = tuple[tuple, dict[str, Any]]
+# The arguments of a host that have its rows, the decoder's first.
+_ROWS = ("decoder_inputs_embeds", "decoder_input_ids", "inputs_embeds", "input_ids")
+
+
+class RowNames:
+    """The names of the memories of a batch's rows, as pre-hooks that pass them to the layers.
+
+    `generate` repeats each row: for beams, for several returned sequences, or as its generation
+    config says. The rows of each forward of the host show how often. An encoder sees each row once.
+
+    Args:
+        names: a name for each row that the user gives.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._times = 1
+        self._may_repeat = False
+
+    def check_inputs(self, host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raise a `ValueError` if a forward or `generate` is given another number of rows."""
+        names = ("inputs", getattr(host, "main_input_name", None))
+        inputs = args[0] if args else _find_rows(kwargs, names)
+        if not isinstance(inputs, Tensor):
+            # PEFT's forward for a task tells no inputs, and repeats none.
+            return
+        if len(inputs) != len(self._names):
+            raise _wrong_length(len(self._names), len(inputs))
+        self._may_repeat = True
+
+    def count(self, host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a forward of the host: see how often each row is repeated."""
+        inputs = _find_rows(kwargs)
+        if inputs is None and args:
+            inputs = args[0]
+        if isinstance(inputs, Tensor):
+            self._times = self._find_times(inputs)
+
+    def pass_repeated(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        return self._add(args, kwargs, self._times)
+
+    def pass_once(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        return self._add(args, kwargs, 1)
+
+    def pass_by_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        """For a module that an encoder and a decoder may share, whose inputs are `[B, T, ...]`."""
+        times = self._times
+        if args and isinstance(args[0], Tensor):
+            times = self._find_times(args[0])
+        return self._add(args, kwargs, times)
+
+    def _find_times(self, inputs: Tensor) -> int:
+        times, rest = divmod(len(inputs), len(self._names))
+        if rest or (times != 1 and not self._may_repeat):
+            raise _wrong_length(len(self._names), len(inputs))
+        return times
+
+    def _add(self, args: tuple, kwargs: dict[str, Any], times: int) -> Arguments:
+        repeated = [name for name in self._names for _ in range(times)]
+        return args, {**kwargs, "adapter_names": repeated}
+
+
+def _find_rows(kwargs: dict[str, Any], names: tuple[str | None, ...] = ()) -> Tensor | None:
+    for name in (*names, *_ROWS):
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    return None
+
+
+def _wrong_length(names: int, inputs: int) -> ValueError:
+    rule = "Length of `adapter_names` should be the same as the number of inputs"
+    return ValueError(f"{rule}, but got {names} and {inputs} respectively.")
 
 
 def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor) -> None:
@@ -28,8 +103,7 @@ def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: 
     inputs = len(ffn_input)
     names = len(adapter_names)
     if inputs % names or (ffn_input.dim() > 2 and inputs != names):
-        rule = "Length of `adapter_names` should be the same as the number of inputs"
-        raise ValueError(f"{rule}, but got {names} and {inputs} respectively.")
+        raise _wrong_length(names, inputs)
 
 
 def add_by_row(

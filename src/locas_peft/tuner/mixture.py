@@ -29,7 +29,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .ffn import HostFFN, SumActivity, find_dense, find_weight_obstacle, list_known_parts
-from .modules import evaluating
+from .modules import evaluating, unwrap
 
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"
@@ -59,8 +59,9 @@ class HostMixture:
     def __init__(self, owner: nn.Module, name: str = "") -> None:
         self.owner = owner
         self.name = name or type(owner).__name__
-        self._is_wrapped = isinstance(owner.experts, BaseTunerLayer)
-        self.experts = owner.experts.get_base_layer() if self._is_wrapped else owner.experts
+        experts = unwrap(owner.experts)
+        self._is_wrapped = isinstance(experts, BaseTunerLayer)
+        self.experts = unwrap(experts.get_base_layer()) if self._is_wrapped else experts
         self.act = getattr(self.experts, "act_fn", None)
         if not callable(self.act) or not _has_fused_weights(self.experts):
             kind = type(owner).__name__
@@ -73,7 +74,7 @@ class HostMixture:
         for part in SHARED_EXPERTS:
             child = getattr(self.owner, part, None)
             if child is not None:
-                return find_dense(child, f"{self.name}.{part}", list_known_parts())
+                return find_dense(unwrap(child), f"{self.name}.{part}", list_known_parts())
         return None
 
     @property
@@ -286,6 +287,14 @@ class HostMixture:
         """Return whether the block is the sum of its experts, on random tokens; True on meta."""
         if any(parameter.is_meta for parameter in self.owner.parameters()):
             return True
+        try:
+            return self._is_sum_on_random_tokens()
+        # A router may need more than the block's input, such as the tokens' ids, and an activation
+        # more than one argument.
+        except Exception:
+            return False
+
+    def _is_sum_on_random_tokens(self) -> bool:
         output, record = self._run_random_tokens(16)
         if not isinstance(output, Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
             return False

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .attached import list_layers
@@ -27,9 +28,33 @@ from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .load_checks import check_tensors, check_tokens, find_problem
-from .memory_file import make_calibrated_flag, one_line
-from .modules import remember_modules
+from .memory_file import PREFIX, make_calibrated_flag, one_line, parse_key, remove_adapter_name
+from .mixed_batch import RowNames
+from .modules import (
+    WRAPPED,
+    host_modules,
+    is_wrapper,
+    plain_name,
+    remember_modules,
+    uncompiled,
+    unwrap,
+)
+from .names import check_adapter_name
 from .norm_clip import COLUMNS, ROWS, exceeds
+from .state_keys import (
+    add_names_of_wrapped,
+    add_wrappers_to_names,
+    map_memory,
+    map_tied,
+    restore_hidden,
+)
+from .trained_modules import (
+    MemoryTokensLayer,
+    check_active,
+    check_mergeable_tokens,
+    check_trained,
+    replace_wrappers,
+)
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 HOST_PROPERTIES = ("model_type", "ffns", "hidden_size", "gated", "activation")
@@ -47,6 +72,7 @@ class LocasModel(BaseTuner):
     prefix: str = "locas_"
     tuner_layer_cls = LocasLayer
     target_module_mapping: dict[str, list[str]] = {}
+    peft_config: dict[str, LocasConfig]
 
     # The model's FFNs, found at the start of an injection.
     _ffns: dict[str, AnyFFN] = {}
@@ -61,13 +87,33 @@ class LocasModel(BaseTuner):
 
         See `BaseTuner.inject_adapter`.
         """
+        check_adapter_name(adapter_name, self.peft_config[adapter_name])
+        _check_wrappers(model)
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = add_wrappers_to_names(model, kwargs["state_dict"])
         self._give_own_config(adapter_name)
+        # A new memory would take a merged one for slots of the host.
+        merged = self._unmerge_first()
         restore = remember_modules(self)
+        former = list(model.parameters())
+        trained = [parameter.requires_grad for parameter in former]
+        has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
         try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            with warnings.catch_warnings():
+                if any(map(is_wrapper, model.modules())):
+                    # PEFT compares the patterns with names that have the wrappers.
+                    warnings.filterwarnings("ignore", message="The following rank_pattern keys")
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
         except Exception:
             restore()
+            for layer, names in merged.items():
+                layer.merge(adapter_names=names)
             raise
+        replace_wrappers(model)
+        if has_adapters:
+            # PEFT leaves out parameters with the adapter's name in theirs, such as all of layer 0.
+            for parameter, requires_grad in zip(former, trained, strict=True):
+                parameter.requires_grad = requires_grad
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = HostHooks(model)
@@ -125,22 +171,34 @@ class LocasModel(BaseTuner):
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
         check_tokens(peft_config, model)
-        for name, module in model.named_modules():
+        check_trained(peft_config, model)
+        for name, module in host_modules(model):
             if self._is_targeted(peft_config, name, module):
                 ffn = self._find_ffn(name, module)
-                _check_strategy(peft_config, name, ffn)
+                _check_strategy(peft_config, plain_name(name), ffn)
 
     def _is_targeted(self, peft_config: LocasConfig, name: str, module: nn.Module) -> bool:
-        if not name or isinstance(module, BaseTunerLayer):
+        former = unwrap(module)
+        has_other_adapter = isinstance(former, BaseTunerLayer) and not isinstance(
+            former, LocasLayer
+        )
+        if not name or has_other_adapter:
             return False
         if re.search(r"\.base_layer(\.|$)", name):
             return False
         matched = self._check_target_module_exists(peft_config, name)
         return bool(matched) and not isinstance(matched, _ExcludedModule)
 
+    @staticmethod
+    def _check_target_module_exists(peft_config: LocasConfig, key: str) -> Any:
+        # A memory stands around the wrappers of an FFN, not inside.
+        if key.rpartition(".")[2] in WRAPPED:
+            return False
+        return BaseTuner._check_target_module_exists(peft_config, plain_name(key))
+
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
-        if name in self._ffns:
-            return self._ffns[name]
+        if plain_name(name) in self._ffns:
+            return self._ffns[plain_name(name)]
         raise ValueError(
             f"target_modules matches {name} ({type(module).__name__}), "
             "which is no FFN of a known structure: "
@@ -157,12 +215,13 @@ class LocasModel(BaseTuner):
         current_key: str,
         **kwargs: Any,
     ) -> None:
-        r = peft_config.width_of(current_key)
-        if isinstance(target, LocasLayer):
-            target.update_layer(adapter_name, peft_config, r)
+        r = peft_config.width_of(plain_name(current_key))
+        former = unwrap(target)
+        if isinstance(former, LocasLayer):
+            former.update_layer(adapter_name, peft_config, r)
             return
         ffn = self._find_ffn(current_key, target)
-        layer = LocasLayer(target, ffn, current_key, adapter_name, peft_config, r)
+        layer = LocasLayer(target, ffn, plain_name(current_key), adapter_name, peft_config, r)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
@@ -172,9 +231,56 @@ class LocasModel(BaseTuner):
     ) -> None:
         # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles
         # devices itself.
+        former = unwrap(child)
+        if isinstance(former, LocasLayer):
+            former.release()
+            while is_wrapper(child) and uncompiled(child) is child:
+                # Activation checkpointing stays. A compiled module would call the former one.
+                parent = child
+                child_name, child = next(child.named_children())
         setattr(parent, child_name, new_module)
-        if isinstance(child, LocasLayer):
-            child.release()
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Activate memories, all others are switched off. See `BaseTuner.set_adapter`.
+
+        Raises:
+            ValueError: several of them train one module in full; nothing has changed.
+        """
+        if not isinstance(adapter_name, str):
+            check_active(self.model, adapter_name)
+        # PEFT unmerges the memories, but not the tokens that are trained beside them.
+        self._unmerge_first()
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete a memory. See `BaseTuner.delete_adapter`."""
+        config = self.peft_config.get(adapter_name)
+        super().delete_adapter(adapter_name)
+        configs = self.peft_config
+        if not isinstance(configs, ConfigsWithFormer):
+            configs = ConfigsWithFormer(configs)
+            self.peft_config = configs
+            self.model.peft_config = configs
+        configs.former[adapter_name] = config
+
+    def _unmerge_first(self) -> dict[BaseTunerLayer, list[str]]:
+        """Unmerge all memories; return which were merged in each layer."""
+        merged = {}
+        for layer in self.model.modules():
+            if isinstance(layer, BaseTunerLayer) and layer.merged:
+                merged[layer] = list(layer.merged_adapters)
+        if merged:
+            message = "Adapter cannot be set when the model is merged. Unmerging the model first."
+            warnings.warn(message, stacklevel=3)
+            self.unmerge_adapter()
+        return merged
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        for module in self.model.modules():
+            is_kept = isinstance(module, LocasLayer | MemoryTokensLayer)
+            if is_kept and module.has_adapter(adapter_name):
+                module.keeps_float32[adapter_name] = autocast_adapter_dtype
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
 
     # ------------------------------------------------------------- mixed batches
 
@@ -185,18 +291,24 @@ class LocasModel(BaseTuner):
             yield
             return
         self._check_adapter_names(adapter_names)
-        # Beam search repeats each row; an encoder still sees every row once.
-        beams = kwargs.get("num_beams") or 1
-        repeated = [name for name in adapter_names for _ in range(beams)]
+        rows = RowNames(list(adapter_names))
+        rows.check_inputs(self.model, args, kwargs)
         encoder_modules: set[nn.Module] = set()
-        if beams > 1 and self.model.config.is_encoder_decoder:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
             encoder_modules = set(self.model.get_encoder().modules())
         with ExitStack() as hooks:
+            hook = self.model.register_forward_pre_hook(rows.count, with_kwargs=True)
+            hooks.enter_context(hook)
             for module in self.modules():
-                if not isinstance(module, LocasLayer | AuxiliaryTrainingWrapper):
+                if isinstance(module, AuxiliaryTrainingWrapper):
+                    pass_names = rows.pass_by_input
+                elif not isinstance(module, LocasLayer):
                     continue
-                names = adapter_names if module in encoder_modules else repeated
-                pass_names = partial(_pass_adapter_names, adapter_names=names)
+                elif module in encoder_modules:
+                    pass_names = rows.pass_once
+                else:
+                    pass_names = rows.pass_repeated
                 hook = module.register_forward_pre_hook(pass_names, with_kwargs=True)
                 hooks.enter_context(hook)
             yield
@@ -217,11 +329,26 @@ class LocasModel(BaseTuner):
         self, adapter_names: list[str] | None = None, safe_merge: bool = False
     ) -> None:
         """Merge memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
+        if adapter_names is not None:
+            self._check_named(adapter_names)
         self._check_mergeable(adapter_names)
         with self._merges_undone_on_failure():
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
+    def _check_named(self, adapter_names: list[str]) -> None:
+        """Raise a `ValueError` if it is unclear what the model says after a merge."""
+        inactive = [name for name in adapter_names if name not in self.active_adapters]
+        for layer in list_layers(self.model):
+            merged = [*layer.merged_adapters, *adapter_names]
+            for name in layer.active_adapters:
+                if inactive and name in layer.locas_up and name not in merged:
+                    rule = f"be active, or merged with {name!r}, which is active"
+                    raise invalid(
+                        "adapter_names", rule, inactive, "set the adapters to be merged first"
+                    )
+
     def _check_mergeable(self, adapter_names: list[str] | None) -> None:
+        check_mergeable_tokens(self.model, adapter_names or self.active_adapters)
         for layer in list_layers(self.model):
             names = layer.active_adapters if adapter_names is None else adapter_names
             for name in names:
@@ -260,7 +387,7 @@ class LocasModel(BaseTuner):
             if merge:
                 super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
             groups, ffn_parts = self._plan_widths()
-            if groups and isinstance(self.model, PreTrainedModel):
+            if groups and isinstance(unwrap(self.model), PreTrainedModel):
                 config = widened_config(self.model, groups, ffn_parts)
         with warnings.catch_warnings():
             # They are merged above.
@@ -354,46 +481,83 @@ class LocasModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls, model: nn.Module, config: LocasConfig, adapter_name: str, *args: Any, **kwargs: Any
+        cls,
+        model: nn.Module,
+        config: LocasConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
+        unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
-        state = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        # Leave out other tuners' weights under the same adapter name.
-        state = {key: tensor for key, tensor in state.items() if f".{cls.prefix}" in key}
-        if any(isinstance(tensor, DTensor) for tensor in state.values()):
+        # PEFT takes the modules and tokens that are trained beside the memory from `state_dict`
+        # after this: what it has left out by mistake is put back there.
+        restore_hidden(model, adapter_name, unwanted_adapter_names, state_dict)
+        add_names_of_wrapped(model, adapter_name, state_dict)
+        keys = map_memory(model, adapter_name)
+        named = {key: state_dict[own] for key, own in keys.items() if own in state_dict}
+        if any(isinstance(tensor, DTensor) for tensor in named.values()):
             raise ValueError(
                 f"the memory '{adapter_name}' is sharded across processes: "
                 "save_pretrained(folder, state_dict=state), "
                 "with the whole state of get_model_state_dict or accelerator.get_state_dict."
             )
-        named = {}
-        for key, tensor in state.items():
-            named[cls._remove_adapter_name_from_key(key, adapter_name)] = tensor
         # What could not be loaded again is not saved.
-        problem = find_problem(named, expected=named, config=config)
+        expected = {key: named.get(key, torch.empty(0)) for key in keys} if named else {}
+        problem = find_problem(named, expected=expected, config=config)
         if problem is not None:
             raise ValueError(
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
-        if _is_empty(state, config):
+        if named and _is_empty(named, config):
             warnings.warn(
                 f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, "
                 "and calibrates itself at its first training step.",
                 stacklevel=2,
             )
-        return state
+        return {keys[key]: tensor for key, tensor in named.items()}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return remove_adapter_name(plain_name(key), adapter_name)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        remapped = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
-        )
-        _add_input_scales(remapped, config)
-        _add_calibrated_flags(remapped)
+        named = {plain_name(key): tensor for key, tensor in state_dict.items()}
+        _add_input_scales(named, config)
+        _add_calibrated_flags(named)
+        keys = map_memory(model, adapter_name) | map_tied(model, adapter_name)
+        # A model without PEFT's wrapper has no prefix.
+        keys |= {f"{PREFIX}{key}": own for key, own in keys.items()}
+        own_keys = {plain_name(key): key for key in model.state_dict()}
+        remapped = {keys.get(key, own_keys.get(key, key)): named[key] for key in named}
         check_tensors(model, adapter_name, config, remapped)
-        _keep_long_rows(remapped, config)
+        _keep_long_rows(named, config)
         return remapped
+
+
+class ConfigsWithFormer(dict[str, LocasConfig]):
+    """The configs of a model's memories, which also knows those of deleted memories.
+
+    A `PeftModel` goes on asking for the config of the adapter that was active, in each forward.
+    """
+
+    def __init__(self, configs: dict[str, LocasConfig]) -> None:
+        super().__init__(configs)
+        self.former: dict[str, LocasConfig] = {}
+
+    def __missing__(self, name: str) -> LocasConfig:
+        return self.former[name]
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """Raise a `ValueError` if a model is wrapped for several processes already."""
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            rule = "be added before the model is wrapped"
+            got = f"a model in {type(module).__name__}"
+            raise invalid("a memory", rule, got, "wrap the model that has the memory")
 
 
 def _check_host(expected: dict[str, Any], host: dict[str, Any]) -> None:
@@ -445,7 +609,8 @@ def _check_strategy(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
 def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
-    for name, _ in model.named_modules():
+    for wrapped_name, _ in host_modules(model):
+        name = plain_name(wrapped_name)
         if name not in ffns and name.rpartition(".")[2] in suffixes:
             return set(ffns)
     return suffixes
@@ -468,8 +633,8 @@ def _check_can_be_padded(group: WidthGroup) -> None:
 
 def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
     """Return whether a memory that is saved still waits for its rows, or for its first slot."""
-    flags = [tensor for key, tensor in tensors.items() if ".locas_calibrated." in key]
-    ups = [tensor for key, tensor in tensors.items() if ".locas_up." in key]
+    flags = [tensor for key, tensor in tensors.items() if key.endswith(".locas_calibrated")]
+    ups = [tensor for key, tensor in tensors.items() if key.endswith(".locas_up.weight")]
     if any(tensor.is_meta for tensor in (*flags, *ups)):
         return False
     waits = STRATEGIES[config.strategy].needs_calibration and not any(map(bool, flags))
@@ -478,12 +643,12 @@ def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
 
 def _add_calibrated_flags(tensors: dict[str, Tensor]) -> None:
     """Add the flags that files of 0.2.0 lack."""
-    for key in [key for key in tensors if ".locas_up." in key]:
-        flag = key.replace(".locas_up.", ".locas_calibrated.").removesuffix(".weight")
-        up, scale = tensors[key], tensors.get(flag.replace("calibrated", "input_scale"))
-        if flag in tensors or scale is None:
-            continue
-        tensors[flag] = make_calibrated_flag(up, scale)
+    for key in [key for key in tensors if key.endswith(".locas_up.weight")]:
+        ffn = key.removesuffix(".locas_up.weight")
+        flag = f"{ffn}.locas_calibrated"
+        scale = tensors.get(f"{ffn}.locas_input_scale")
+        if flag not in tensors and scale is not None:
+            tensors[flag] = make_calibrated_flag(tensors[key], scale)
 
 
 def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
@@ -491,9 +656,10 @@ def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
     max_norm = config.max_slot_norm
     if max_norm is None:
         return
-    dims = {".locas_gate.": ROWS, ".locas_up.": ROWS, ".locas_down.": COLUMNS}
+    dims = {"locas_gate": ROWS, "locas_up": ROWS, "locas_down": COLUMNS}
     for key, tensor in tensors.items():
-        dim = next((dim for part, dim in dims.items() if part in key), None)
+        _, part = parse_key(key) or (None, None)
+        dim = dims.get(part)
         if dim is None or tensor.is_meta or tensor.dim() != 2:
             continue
         if exceeds(tensor, dim, max_norm):
@@ -506,17 +672,12 @@ def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
 
 def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
     """Add k = 1 to a memory from before there was an input scale: it has the paper's scales."""
-    if any(".locas_input_scale." in key for key in state):
+    if any(key.endswith(".locas_input_scale") for key in state):
         return
-    taus = [key for key in state if ".locas_tau." in key]
+    taus = [key for key in state if key.endswith(".locas_tau")]
     if not taus:
         return
     for key in taus:
-        state[key.replace(".locas_tau.", ".locas_input_scale.")] = torch.tensor(1.0)
+        ffn = key.removesuffix(".locas_tau")
+        state[f"{ffn}.locas_input_scale"] = torch.tensor(1.0)
     config.output_scale = "paper"
-
-
-def _pass_adapter_names(
-    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]
-) -> tuple:
-    return args, {**kwargs, "adapter_names": adapter_names}

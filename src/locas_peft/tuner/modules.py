@@ -3,15 +3,49 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
 # What PEFT puts around a module of the base: an adapter's layer, a trained copy, or trained tokens.
 ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+# What torch's wrappers call the module that they wrap: activation checkpointing, FSDP, and
+# `torch.compile`. The names in a state dict have only the last of them.
+_HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_COMPILED = "_orig_mod"
+WRAPPED = (*_HIDDEN, _COMPILED)
 # The base's own modules inside these.
 _BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")
+_WRAPPED_BY_ADAPTERS = ("base_layer", "original_module", "token_adapter")
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or a tensor's name without the wrappers of torch around its parents."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def state_name(name: str) -> str:
+    """Return a module's name as the names in its model's state dict begin."""
+    return ".".join(part for part in name.split(".") if part not in _HIDDEN)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is one of the wrappers of torch: activation checkpointing, ..."""
+    return any(part in module._modules for part in WRAPPED)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return what the wrappers of torch around a module wrap; the module itself without any."""
+    while is_wrapper(module):
+        module = next(module._modules[part] for part in WRAPPED if part in module._modules)
+    return module
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` has wrapped, or the module itself."""
+    return module._modules.get(_COMPILED, module)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -28,7 +62,28 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if not all(name.removeprefix(prefix).startswith(_BASE) for prefix in outer):
                 continue
         plain = re.sub(r"(token_adapter\.)?base_layer\.|original_module\.", "", name)
-        yield plain.removeprefix("base_model.model."), parameter
+        yield plain_name(plain).removeprefix("base_model.model."), parameter
+
+
+def host_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules like `named_modules`, without what adapters have in their layers.
+
+    The layers themselves are among them, and inside each of them the module that it wraps.
+    """
+    seen = set()
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module
+        is_adapter = isinstance(module, ADAPTER_LAYERS)
+        children = []
+        for child_name, child in module.named_children():
+            if not is_adapter or child_name in _WRAPPED_BY_ADAPTERS:
+                children.append((f"{name}.{child_name}" if name else child_name, child))
+        left.extend(reversed(children))
 
 
 def used_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -123,10 +178,18 @@ def _find_frozen(adapters: list[nn.Module]) -> set[str]:
         return set()
     trained = set()
     for module in adapters:
-        for key, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                trained |= names.intersection(key.split("."))
+        for part in module.adapter_layer_names:
+            tensors_of = attrgetter(part)(module)
+            for name in names.intersection(tensors_of.keys()):
+                if _is_trained(tensors_of[name]):
+                    trained.add(name)
     return names - trained if trained else set()
+
+
+def _is_trained(tensors: nn.Module | Tensor) -> bool:
+    if isinstance(tensors, Tensor):
+        return tensors.requires_grad
+    return any(parameter.requires_grad for parameter in tensors.parameters())
 
 
 def remember_modules(model: nn.Module) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .finding import AnyFFN, find_ffns
 from .mixture import HostMixture
+from .modules import unwrap
 
 # Fields of a transformers config that hold the FFN's width.
 WIDTH_FIELDS = (
@@ -64,7 +65,7 @@ def widened_config(
             _set_width(part, group)
     try:
         with torch.device("meta"):
-            rebuilt = find_ffns(type(model)(copy.deepcopy(config)), ffn_parts)
+            rebuilt = find_ffns(type(unwrap(model))(copy.deepcopy(config)), ffn_parts)
     except Exception as error:
         # The code of an unknown family may fail in any way with an odd width.
         problem = f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}"

@@ -1,0 +1,285 @@
+"""Modules and tokens that PEFT trains beside a memory: saved, loaded, merged, switched and mixed."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, VOCABULARY, logits, make_tokens, same, snapshot, teach
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from locas_peft import LocasConfig
+from locas_peft.memories import load_memory
+from locas_peft.tuner import list_layers
+
+EMBEDDINGS = {"llama": "embed_tokens", "gpt2": "wte"}
+NEW = [VOCABULARY, VOCABULARY + 1]
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of two families, with tied embeddings and without."""
+    found = {}
+    for family in EMBEDDINGS:
+        for tied in (False, True):
+            config = copy.deepcopy(FAMILIES[family])
+            config.tie_word_embeddings = tied
+            torch.manual_seed(0)
+            folder = tmp_path_factory.mktemp("base")
+            tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            found[family, tied] = folder
+    return found
+
+
+def load_base(folder, resized=False, dtype=torch.float32, seed=7):
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if resized:
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    return model.eval()
+
+
+def make_config(seed=0, **fields) -> LocasConfig:
+    return LocasConfig(r=4, init_weights="random", seed=seed, **fields)
+
+
+def train(model, name="default", seed=1) -> None:
+    """Change all that is trained of a memory."""
+    teach(model, name, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        if f"modules_to_save.{name}." in key or f"trainable_tokens_delta.{name}" in key:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.3 * noise.to(parameter)
+
+
+def tokens(*last) -> torch.Tensor:
+    return torch.cat([make_tokens(2, 8), torch.tensor([last, last])], dim=1)
+
+
+def spell(fields, family) -> dict:
+    """Return fields with the family's name of the embedding, and the new tokens."""
+    name = EMBEDDINGS[family]
+    spelled = {}
+    for field, value in fields.items():
+        if isinstance(value, dict):
+            spelled[field] = {key.replace("embedding", name): ids for key, ids in value.items()}
+        else:
+            spelled[field] = [name if part == "embedding" else part for part in value]
+    return spelled
+
+
+FIELDS = [
+    {},
+    {"trainable_token_indices": NEW},
+    {"trainable_token_indices": {"embedding": NEW}},
+    {"trainable_token_indices": {"embedding": NEW, "lm_head": NEW}},
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embedding"]},
+    {"modules_to_save": ["embedding", "lm_head"]},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", EMBEDDINGS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
+def test_new_tokens_and_modules_of_a_resized_base(family, tied, fields, folders, tmp_path):
+    folder = folders[family, tied]
+    ids = tokens(*NEW)
+    for dtype in (torch.float32, torch.bfloat16):
+        config = make_config(**spell(fields, family))
+        model = get_peft_model(load_base(folder, True, dtype), config)
+        train(model)
+        expected = logits(model.eval(), ids)
+        model.save_pretrained(tmp_path / "memory")
+        keys = load_file(tmp_path / "memory" / "adapter_model.safetensors").keys()
+        assert not any(".default" in key for key in keys)
+        loaded = PeftModel.from_pretrained(load_base(folder, True, dtype), tmp_path / "memory")
+        assert torch.equal(logits(loaded, ids), expected)
+        # The rows of new tokens were random: the memory's file has them.
+        loaded = load_memory(load_base(folder, True, dtype, seed=8), tmp_path / "memory").eval()
+        assert torch.equal(logits(loaded, ids), expected)
+        merged = model.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=dtype).eval()
+        error = (logits(loaded, ids) - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+@pytest.mark.parametrize("fields", FIELDS[:2] + FIELDS[4:5], ids=str)
+def test_loading_in_low_memory_is_exact(dtype, autocast_adapter_dtype, fields, folders, tmp_path):
+    folder = folders["llama", False]
+    model = get_peft_model(load_base(folder, True, dtype), make_config(**fields))
+    train(model)
+    model.save_pretrained(tmp_path)
+    loaded = [
+        PeftModel.from_pretrained(
+            load_base(folder, True, dtype),
+            tmp_path,
+            low_cpu_mem_usage=low,
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        ).eval()
+        for low in (False, True)
+    ]
+    assert same(loaded[0], snapshot(loaded[1]))
+    weights = [layer.weights("default")[0].dtype for layer in list_layers(loaded[1])]
+    assert set(weights) == {torch.float32 if autocast_adapter_dtype else dtype}
+    assert torch.equal(logits(loaded[0], tokens(*NEW)), logits(loaded[1], tokens(*NEW)))
+
+
+PAIRS = [
+    ({"trainable_token_indices": [5]}, {}),
+    ({}, {"trainable_token_indices": [5]}),
+    ({"trainable_token_indices": [5]}, {"trainable_token_indices": [6, 7]}),
+    ({"trainable_token_indices": [5]}, {"trainable_token_indices": {"lm_head": [6, 7]}}),
+    ({"modules_to_save": ["lm_head"]}, {}),
+    ({}, {"modules_to_save": ["lm_head"]}),
+    ({"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5]}),
+    ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}),
+]
+
+
+def make_pair(folder, fields) -> tuple[PeftModel, dict[str, torch.Tensor]]:
+    """Return a model with the memories one and two, and what each of them and the base say."""
+    model = get_peft_model(load_base(folder), make_config(**fields[0]), adapter_name="one")
+    model.add_adapter("two", make_config(1, **fields[1]))
+    train(model, "one", seed=1)
+    train(model, "two", seed=2)
+    model.eval()
+    with model.disable_adapter():
+        says = {"__base__": logits(model, tokens(5, 6))}
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        says[name] = logits(model, tokens(5, 6))
+    return model, says
+
+
+@pytest.mark.parametrize("fields", PAIRS, ids=str)
+def test_two_memories_with_other_fields_are_saved_loaded_and_deleted(fields, folders, tmp_path):
+    folder = folders["llama", False]
+    model, says = make_pair(folder, fields)
+    assert torch.equal(says["__base__"], logits(load_base(folder), tokens(5, 6)))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(load_base(folder), tmp_path / "two", adapter_name="two")
+    loaded.load_adapter(tmp_path / "one", "one")
+    for name in ("one", "two"):
+        loaded.set_adapter(name)
+        assert torch.equal(logits(loaded.eval(), tokens(5, 6)), says[name])
+        alone = PeftModel.from_pretrained(load_base(folder), tmp_path / name)
+        assert torch.equal(logits(alone, tokens(5, 6)), says[name])
+    loaded.delete_adapter("one")
+    loaded.set_adapter("two")
+    assert torch.equal(logits(loaded, tokens(5, 6)), says["two"])
+
+
+@pytest.mark.parametrize("fields", PAIRS, ids=str)
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_one_of_two_memories_with_other_fields_is_merged(name, fields, folders):
+    model, says = make_pair(folders["llama", False], fields)
+    model.set_adapter(name)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model, tokens(5, 6)), says[name], rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    for other in ("one", "two"):
+        model.set_adapter(other)
+        assert torch.equal(logits(model, tokens(5, 6)), says[other])
+    model.set_adapter(name)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged, tokens(5, 6)), says[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", PAIRS, ids=str)
+def test_a_mixed_batch_of_memories_with_other_fields(fields, folders):
+    model, says = make_pair(folders["llama", False], fields)
+    rows = ["one", "__base__", "two", "one"]
+    ids = tokens(5, 6)[:1].expand(4, -1)
+    mixed = logits(model, ids, adapter_names=rows)
+    for row, name in zip(mixed, rows, strict=True):
+        torch.testing.assert_close(row, says[name][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ({"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [5]}}),
+        ({"trainable_token_indices": {"lm_head": [5]}}, {"modules_to_save": ["lm_head"]}),
+    ],
+    ids=str,
+)
+def test_a_module_is_not_trained_in_full_and_by_its_tokens(fields, folders):
+    base = load_base(folders["llama", False])
+    model = get_peft_model(base, make_config(**fields[0]), adapter_name="one")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="marked to be trained fully: .* got lm_head"):
+        model.add_adapter("two", make_config(**fields[1]))
+    assert same(model, before)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_nor_where_the_embeddings_are_tied(folders):
+    base = load_base(folders["llama", True])
+    before = snapshot(base)
+    config = make_config(modules_to_save=["lm_head"], trainable_token_indices=[5])
+    with pytest.raises(ValueError, match="marked to be trained fully: .* got lm_head"):
+        get_peft_model(base, config)
+    assert same(base, before)
+
+
+@pytest.mark.parametrize(
+    "indices", [{"lm_head": [5, 6]}, {"embed_tokens": [5, 6], "lm_head": [3]}], ids=str
+)
+@pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload"])
+def test_tokens_of_tied_embeddings_that_differ_are_not_merged(indices, verb, folders):
+    config = make_config(trainable_token_indices=indices)
+    model = get_peft_model(load_base(folders["llama", True]), config)
+    train(model)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="tied") as raised:
+        getattr(model, verb)()
+    assert "\n" not in str(raised.value) and same(model, before)
+
+
+def test_memories_that_train_one_module_are_not_active_together(folders):
+    fields = ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]})
+    model, says = make_pair(folders["llama", False], fields)
+    model.set_adapter("one")
+    with pytest.raises(
+        ValueError, match="Only one adapter can be set at a time .* lm_head"
+    ) as raised:
+        model.base_model.set_adapter(["one", "two"])
+    assert "\n" not in str(raised.value)
+    assert torch.equal(logits(model, tokens(5, 6)), says["one"])
+
+
+@pytest.mark.parametrize("active", [["two", "three"], ["one", "two", "three"]])
+def test_deleting_one_of_three_memories_with_a_trained_module(active, folders):
+    base = load_base(folders["llama", False])
+    model = get_peft_model(base, make_config(modules_to_save=["lm_head"]), adapter_name="one")
+    for seed, name in enumerate(["two", "three"], start=1):
+        model.add_adapter(name, make_config(seed))
+        train(model, name, seed=seed)
+    model.base_model.set_adapter(["two", "three"])
+    expected = logits(model.eval())
+    model.base_model.set_adapter(active)
+    model.delete_adapter("one")
+    assert model.active_adapters == ["two", "three"] and list(model.peft_config) == ["two", "three"]
+    assert torch.equal(logits(model), expected)
+
+
+def test_merged_tokens_are_unmerged_with_the_memory(folders):
+    fields = ({"trainable_token_indices": [5]}, {})
+    model, says = make_pair(folders["llama", False], fields)
+    model.set_adapter("one")
+    model.merge_adapter()
+    with pytest.warns(UserWarning, match="Unmerging the model first"):
+        model.set_adapter("two")
+    assert torch.equal(logits(model, tokens(5, 6)), says["two"])
+    with model.disable_adapter():
+        assert torch.equal(logits(model, tokens(5, 6)), says["__base__"])
