@@ -86,7 +86,9 @@ def tabulate(bench: Bench) -> str:
         if table:
             parts.append(f"Book {document}:\n\n{table}")
     if parts and bench.scale.short_tokens:
-        parts.append(_tabulate_books(bench))
+        books = _tabulate_books(bench)
+        if books:
+            parts.append(books)
     if parts:
         parts.append(PAPER_NOTE)
     return "\n\n".join(parts)

@@ -9,6 +9,22 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+__all__ = [
+    "ADAPTER_LAYERS",
+    "adapters_disabled",
+    "base_parameters",
+    "evaluating",
+    "host_modules",
+    "is_wrapper",
+    "plain_name",
+    "remember_modules",
+    "state_name",
+    "trained_parameters",
+    "uncompiled",
+    "unwrap",
+    "used_modules",
+]
+
 # What PEFT puts around a module of the base: an adapter's layer, a trained copy, or trained tokens.
 ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 # What torch's wrappers call the module that they wrap: activation checkpointing, FSDP, and
