@@ -128,7 +128,7 @@ def test_help_is_printed(run):
     assert code == 0 and "Usage: locas read" in stdout
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("encoding", ["cp1252", pytest.param("ascii", marks=pytest.mark.slow)])
 def test_the_process_itself_replaces(encoding, tmp_path):
     environment = {
         **os.environ,

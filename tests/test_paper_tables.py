@@ -59,6 +59,7 @@ def data(tmp_path_factory):
         book.write_text(reference[6000 * number : 6000 * number + 5000], encoding="utf-8")
     questions = [make_question(subject, number) for subject in ("law", "art") for number in "12"]
     write_lines(folder / "mmlu" / "test.jsonl", questions)
+    write_lines(folder / "mmlu" / "dev.jsonl", questions[::2])
     for name in ("arc_challenge", "piqa", "openbook_qa"):
         rows = [{"query": "Question: What barks?", "choices": ["a dog", "a stone"], "gold": 0}]
         write_lines(folder / "probes" / f"{name}.jsonl", rows)

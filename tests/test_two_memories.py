@@ -106,6 +106,7 @@ def check(model, steps, says) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_every_two_steps(family):
     says = list_sayings(family)
@@ -114,7 +115,13 @@ def test_every_two_steps(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "walks"), [("llama", 30), ("opt", 30), ("gpt2", 10), ("qwen3_moe", 10)]
+    ("family", "walks"),
+    [
+        ("llama", 10),
+        ("opt", 10),
+        pytest.param("gpt2", 30, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 30, marks=pytest.mark.slow),
+    ],
 )
 def test_random_walks(family, walks):
     says = list_sayings(family)

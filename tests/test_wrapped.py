@@ -25,9 +25,10 @@ pytestmark = [
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
     ),
 ]
+# A gated FFN in a module of its own, and a flat one in the decoder layer.
+GATED_AND_FLAT = ["llama", pytest.param("opt", marks=pytest.mark.slow)]
 FAMILIES = [
-    "llama",
-    "opt",
+    *GATED_AND_FLAT,
     pytest.param("gpt2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", marks=pytest.mark.slow),
 ]
@@ -80,7 +81,7 @@ def taught(host, **fields) -> PeftModel:
 
 
 CASES = [
-    (which, depth)
+    pytest.param(which, depth, marks=pytest.mark.slow if depth == "model" else ())
     for which in WRAPPERS
     for depth in ("layer", "ffn", "projection", "model")
     if (which, depth) != ("checkpoint", "model")
@@ -112,7 +113,7 @@ def test_a_memory_of_a_wrapped_model_is_that_of_the_plain_one(family, which, dep
             torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", GATED_AND_FLAT)
 @pytest.mark.parametrize(("which", "depth"), CASES)
 def test_a_memory_is_saved_from_a_model_that_was_wrapped_later(family, which, depth, tmp_path):
     model = taught(make_host(family), modules_to_save=["lm_head"])
@@ -151,7 +152,7 @@ def test_a_memory_of_a_wrapped_model_is_calibrated(family, which, depth, ran):
         assert slots == plain.peft_config["default"].get_record("slots")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", GATED_AND_FLAT)
 @pytest.mark.parametrize(("which", "depth"), CASES)
 @pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
 def test_a_memory_of_a_wrapped_model_learns_and_is_merged(family, which, depth, later, tmp_path):

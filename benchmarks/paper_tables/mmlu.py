@@ -24,6 +24,7 @@ __all__ = ["fill", "tabulate"]
 BOOK = LONG_BOOKS[0]
 ANCHOR = 0.3
 PROBES = ("arc_challenge", "piqa", "openbook_qa")
+SETS = ("mmlu", "mmlu-5-shot", *PROBES, "blimp")
 PAPER_NOTE = (
     "The paper, Qwen3-1.7B-Base, all of MMLU after a whole book: none 60.4, TempLoRA 59.8 (-0.6), "
     "Locas 60.2 (-0.2); of r=512 59.2 (-1.2) and 60.3 (-0.1)."
@@ -46,12 +47,15 @@ def list_rows(bench: Bench, make: bool) -> list[Row]:
     return rows
 
 
-def ask_letters(bench: Bench) -> Measure:
-    """Prepare MMLU by letters, zero-shot."""
+def ask_letters(bench: Bench, with_examples: bool) -> Measure:
+    """Prepare MMLU by letters, zero-shot or with the five examples of each subject."""
     items = choices.load_mmlu(bench.data / "mmlu" / "test.jsonl", bench.scale.questions)
+    examples = []
+    if with_examples:
+        examples = choices.load_mmlu(bench.data / "mmlu" / "dev.jsonl")
 
     def measure(model: nn.Module) -> dict[str, Any]:
-        right = choices.find_right_letters(model, bench.tokenizer, items)
+        right = choices.find_right_letters(model, bench.tokenizer, items, examples)
         return {"right": _to_numbers(right)}
 
     return measure
@@ -93,7 +97,10 @@ def _measure_drift(pieces: list[Piece], model: nn.Module) -> dict[str, Any]:
     return measure_drift(model, pieces)
 
 
-MEASURES: dict[str, Callable[[Bench], Measure]] = {"mmlu": ask_letters}
+MEASURES: dict[str, Callable[[Bench], Measure]] = {
+    "mmlu": partial(ask_letters, with_examples=False),
+    "mmlu-5-shot": partial(ask_letters, with_examples=True),
+}
 MEASURES |= {name: partial(ask_choices, name=name) for name in PROBES}
 MEASURES |= {"blimp": ask_pairs, "unread": read_unread, "own-answers": compare_answers}
 
@@ -154,12 +161,14 @@ def tabulate(bench: Bench) -> str:
             continue
         accuracies.append([row.name, *_list_accuracies(before, after, row is NONE)])
         drifts.append([row.name, *_list_drifts(before, after)])
-    sets = ("mmlu", *PROBES, "blimp")
-    head = ["", *(f"{name} (n={len(before[name]['right'])})" for name in sets if name in before)]
+    head = [""]
+    for name in SETS:
+        if name in before:
+            head.append(f"{name} (n={len(before[name]['right'])})")
     note = (
         f"After {bench.scale.memory_tokens:,} tokens of book {BOOK}: accuracy in %, and below the "
-        "first row its change with a paired 95% interval over questions. MMLU is zero-shot, by "
-        "letters; ARC, PIQA and OpenBookQA are by the choice's log-likelihood a character."
+        "first row its change with a paired 95% interval over questions. MMLU is by letters; "
+        "ARC, PIQA and OpenBookQA are by the choice's log-likelihood a character."
     )
     unread = f"book {UNREAD_BOOK}, {bench.scale.unread_tokens:,} tokens: perplexity"
     drift_head = ["", unread, "its change", "KL from the base on its own answers, nats a token"]
@@ -181,7 +190,7 @@ def _list_accuracies(
     before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], is_base: bool
 ) -> list[str]:
     cells = []
-    for name in ("mmlu", *PROBES, "blimp"):
+    for name in SETS:
         if name not in before:
             continue
         if name not in after:
