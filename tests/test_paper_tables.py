@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -233,6 +234,18 @@ def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench):
     memory = json.loads((bench.folder / "mmlu" / "locas-glu" / "own-answers.json").read_text())
     assert base["figures"]["kl_per_token"] == 0 < memory["figures"]["kl_per_token"]
     assert base["figures"]["chunk_tokens"] == memory["figures"]["chunk_tokens"]
+
+
+def test_a_memory_that_was_not_kept_is_made_again(tables, bench):
+    units = tables.mmlu._list_units(bench, tables.rows.LOCAS)
+    bench.run([units["blimp"]])
+    first = units["own-answers"]
+    bench.run([first])
+    expected = first.load()["figures"]
+    first.path.unlink()
+    shutil.rmtree(first.needs.memory)
+    bench.run([first])
+    assert first.load()["figures"] == expected
 
 
 # ---------------------------------------------------------------------- baselines

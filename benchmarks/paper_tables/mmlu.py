@@ -131,6 +131,9 @@ def _make_measure(
 ) -> Callable[[Unit], dict[str, Any]]:
     def run(unit: Unit) -> dict[str, Any]:
         measure = prepare(bench)
+        if reading is not None and not reading.memory.is_dir():
+            # The results are kept in the repository, the memories are not: it is read again.
+            reading.make()
         attached = nullcontext(bench.base)
         if reading is not None:
             attached = memory_attached(bench.base, reading.memory)
