@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from locomo_data import make_samples, write_samples
 from torch import nn
 
 from locas_peft import backbone, text
@@ -246,6 +247,21 @@ def test_a_memory_that_was_not_kept_is_made_again(tables, bench):
     shutil.rmtree(first.needs.memory)
     bench.run([first])
     assert first.load()["figures"] == expected
+
+
+def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypatch):
+    (data / "locomo").mkdir()
+    write_samples(data / "locomo", make_samples())
+    rows = {"locas": tables.rows.LOCAS}
+    monkeypatch.setattr(tables.locomo, "_list_rows", lambda bench, make: rows)
+    tables.locomo.fill(bench)
+    lines = tables.locomo.tabulate(bench).splitlines()
+    base = tables.locomo._load_f1(bench, "none", "no-context")
+    own = tables.locomo._load_f1(bench, "locas", "no-context")
+    assert base and base.keys() == own.keys()
+    change = 100 * sum(own[key] - base[key] for key in base) / len(base)
+    (line,) = [line for line in lines if line.startswith("| Locas r=64, no-context |")]
+    assert f" {change:.2f} " in line.split("|")[-2]
 
 
 # ---------------------------------------------------------------------- baselines

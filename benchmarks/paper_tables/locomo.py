@@ -116,7 +116,7 @@ def tabulate(bench: Bench) -> str:
 
 def _load_f1(bench: Bench, method: str, setting: str) -> dict[tuple[str, int], float]:
     """Return the F1 of each question that has an answer, by conversation and index."""
-    folder = bench.folder / "locomo" / "predictions" / ("base" if method == "none" else method)
+    folder = bench.folder / "locomo" / "predictions" / method
     scores = {}
     for file in sorted(folder.glob(f"*.{setting}.*.json")):
         for record in load_json(file):
