@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from measuring import make_table
 
 from locas_peft.evaluation import Unit
+from locas_peft.tables import format_mean
 
 from .bench import LONG_BOOKS, Bench, compare_chunks
+from .pg19 import best_lora
 from .rows import LOCAS, NONE, Row, locas, lora
-from .sweep import LOCAS_RATES, LORA_RATES, best_rate, choose_rate
+from .sweep import LOCAS_RATES, find_rate
 
 __all__ = ["Init", "Width"]
 
@@ -44,8 +46,7 @@ class Init:
         """Return a strategy's row at its best rate; None where the sweep has not been finished."""
         rates = ACTIVATION_RATES if strategy == "activation" else LOCAS_RATES
         make_row = self._make_row(strategy)
-        find = choose_rate if make else best_rate
-        rate = find(bench, make_row, rates)
+        rate = find_rate(bench, make_row, rates, make)
         return None if rate is None else make_row(rate)
 
     def _list_units(self, bench: Bench, row: Row) -> list[Unit]:
@@ -102,12 +103,11 @@ class Width:
     )
 
     def _list_rows(self, bench: Bench, make: bool) -> Iterator[Row]:
-        find = choose_rate if make else best_rate
-        rate = find(bench, lambda rate: lora(64, rate), LORA_RATES)
+        best = best_lora(bench, make)
         yield NONE
         for width in WIDTHS:
-            if rate is not None:
-                yield lora(width, rate)
+            if best is not None:
+                yield lora(width, best.given["learning_rate"])
         for width in WIDTHS:
             if bench.is_gated:
                 yield LOCAS if width == 64 else locas(width)
@@ -134,10 +134,7 @@ class Width:
             figures = result["figures"]
             difference = "-"
             if reference is not None and result is not reference:
-                interval = compare_chunks(result, reference)
-                difference = (
-                    f"{interval['mean']:.4f} [{interval['low']:.4f}, {interval['high']:.4f}]"
-                )
+                difference = format_mean(compare_chunks(result, reference), 4)
             cells = [name, f"{figures['parameters']:,}", f"{figures['perplexity']:.3f}", difference]
             lines.append(cells)
         head = ["", "parameters", "perplexity", "nats a token to Locas r=64"]

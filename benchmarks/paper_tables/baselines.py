@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,15 +41,17 @@ from locas_peft.tables import format_mean
 from locas_peft.text import digest_ids
 from locas_peft.tuner.modules import remember_modules
 
-from .bench import LONG_BOOKS, SWEEP_BOOK, Bench, compare_chunks
+from .bench import LONG_BOOKS, SWEEP_BOOK, Bench, compare_chunks, describe_chunk
 from .rows import Row, locas, lora
-from .sweep import LOCAS_RATES, LORA_RATES
+from .sweep import LOCAS_RATES, LORA_RATES, find_best
 
 __all__ = [
     "BASELINES",
     "Baseline",
     "choose_rate",
     "fill",
+    "list_fitting",
+    "load_results",
     "make_unit",
     "measure_kl",
     "open_adapter",
@@ -349,7 +351,7 @@ def make_unit(
             "peak_bytes": above,
             "own_answers_kl": kls,
             "skipped_chunks": trainer.skipped_chunks,
-            "chunks": [[chunk.stop, chunk.tokens, round(chunk.nll_nats, 4)] for chunk in chunks],
+            "chunks": [describe_chunk(chunk) for chunk in chunks],
         }
 
     name = baseline.name.replace(" ", "-").replace(",", "")
@@ -357,58 +359,62 @@ def make_unit(
     return bench.unit(path, about, measure, size=len(ids))
 
 
-def _list_sweep(bench: Bench, baseline: Baseline, folder: str, tokens: int) -> dict[float, Unit]:
-    units = {}
-    for rate in baseline.rates:
-        units[rate] = make_unit(bench, baseline, rate, SWEEP_BOOK, tokens, folder)
-    return units
-
-
 def choose_rate(
     bench: Bench, baseline: Baseline, folder: str, tokens: int, make: bool
-) -> tuple[bool, float | None]:
-    """Return whether a method's rate is known, and the rate with the lowest perplexity.
+) -> float | None:
+    """Return a method's rate with the lowest perplexity; None where a reading is missing.
 
     Args:
         tokens: of the training book that is read at each rate.
         make: whether the readings that are missing are made.
     """
-    units = _list_sweep(bench, baseline, folder, tokens)
+    units = {}
+    for rate in baseline.rates:
+        units[rate] = make_unit(bench, baseline, rate, SWEEP_BOOK, tokens, folder)
     if make:
         bench.run(list(units.values()))
-    if not all(unit.is_finished for unit in units.values()):
-        return False, None
-    perplexities: Mapping[float, float] = {
-        rate: unit.load()["figures"]["perplexity"] for rate, unit in units.items()
-    }
-    return True, min(perplexities, key=perplexities.__getitem__, default=None)
+    return find_best(units)
 
 
-def _list_baselines(bench: Bench) -> list[Baseline]:
-    return [row for row in BASELINES if bench.is_gated or not row.needs_gated]
+def list_fitting(bench: Bench, baselines: Sequence[Baseline]) -> list[Baseline]:
+    """Return the methods that fit the host."""
+    return [row for row in baselines if bench.is_gated or not row.needs_gated]
 
 
 def fill(bench: Bench) -> None:
     """Sweep each method's rate on the training book, and read a book at the best one."""
-    for baseline in _list_baselines(bench):
-        _, rate = choose_rate(
-            bench, baseline, "baselines", bench.scale.baseline_sweep_tokens, make=True
-        )
-        tokens = bench.scale.baseline_tokens
-        bench.run([make_unit(bench, baseline, rate, BOOK, tokens, "baselines")])
+    scale = bench.scale
+    for baseline in list_fitting(bench, BASELINES):
+        rate = None
+        if baseline.rates:
+            rate = choose_rate(bench, baseline, "baselines", scale.baseline_sweep_tokens, make=True)
+        bench.run([make_unit(bench, baseline, rate, BOOK, scale.baseline_tokens, "baselines")])
 
 
-def load_results(bench: Bench) -> dict[str, tuple[float | None, dict[str, Any]]]:
-    """Return the rate and the result of each method that has been measured."""
+def load_results(
+    bench: Bench,
+    baselines: Sequence[Baseline],
+    folder: str,
+    sweep_tokens: int,
+    document: str,
+    tokens: int,
+) -> dict[str, tuple[float | None, dict[str, Any]]]:
+    """Return the best rate, and the result of a document at it, of each method that has both.
+
+    Args:
+        baselines: the methods.
+        folder: of their results.
+        sweep_tokens: of the training book, on which rates are chosen.
+        document, tokens: what is read at the best rate.
+    """
     results = {}
-    for baseline in _list_baselines(bench):
-        known, rate = choose_rate(
-            bench, baseline, "baselines", bench.scale.baseline_sweep_tokens, make=False
-        )
-        if not known:
-            continue
-        unit = make_unit(bench, baseline, rate, BOOK, bench.scale.baseline_tokens, "baselines")
-        result = bench.load(unit)
+    for baseline in list_fitting(bench, baselines):
+        rate = None
+        if baseline.rates:
+            rate = choose_rate(bench, baseline, folder, sweep_tokens, make=False)
+            if rate is None:
+                continue
+        result = bench.load(make_unit(bench, baseline, rate, document, tokens, folder))
         if result is not None:
             results[baseline.name] = (rate, result)
     return results
@@ -416,7 +422,15 @@ def load_results(bench: Bench) -> dict[str, tuple[float | None, dict[str, Any]]]
 
 def tabulate(bench: Bench) -> str:
     """Return the table: gain, its share of LoRA's, parameters, cost, drift."""
-    results = load_results(bench)
+    scale = bench.scale
+    results = load_results(
+        bench,
+        BASELINES,
+        "baselines",
+        scale.baseline_sweep_tokens,
+        BOOK,
+        scale.baseline_tokens,
+    )
     if "no memory" not in results:
         return ""
     _, none = results["no memory"]

@@ -31,6 +31,7 @@ __all__ = [
     "UNREAD_BOOK",
     "Bench",
     "compare_chunks",
+    "describe_chunk",
     "find_nats",
 ]
 
@@ -82,7 +83,7 @@ class Bench:
         # A book is tokenized once.
         self._ids = cache(self._load_ids)
 
-    @property
+    @cached_property
     def is_gated(self) -> bool:
         """Whether the host's FFNs are gated."""
         return all(ffn.gated for ffn in find_ffns(self.base).values())
@@ -194,7 +195,7 @@ class Bench:
                 "skipped_chunks": record.skipped_chunks,
                 "seconds": record.seconds,
                 "processor_seconds": seconds,
-                "chunks": [_describe_chunk(step) for step in steps],
+                "chunks": [describe_chunk(step) for step in steps],
             }
 
         path = f"readings/{document}-{len(ids)}/{slug}-seed{seed}.json"
@@ -222,7 +223,7 @@ class Bench:
         return unit.load()
 
 
-def _describe_chunk(step: Any) -> list[float]:
+def describe_chunk(step: Any) -> list[float]:
     """Return of a chunk: the tokens read so far, the tokens scored, and their nll in nats."""
     return [step.stop, step.tokens, round(step.nll_nats, 4)]
 

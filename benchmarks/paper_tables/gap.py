@@ -18,7 +18,16 @@ from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.tables import format_mean
 from locas_peft.tuner.modules import remember_modules
 
-from .baselines import Baseline, choose_rate, make_unit, open_adapter, open_row, training_fields
+from .baselines import (
+    Baseline,
+    choose_rate,
+    list_fitting,
+    load_results,
+    make_unit,
+    open_adapter,
+    open_row,
+    training_fields,
+)
 from .bench import SWEEP_BOOK, Bench, compare_chunks
 from .rows import Row, locas, lora
 from .sweep import LOCAS_RATES, LORA_RATES
@@ -115,30 +124,20 @@ ROWS = [
 ]
 
 
-def _list_rows(bench: Bench) -> list[Baseline]:
-    return [row for row in ROWS if bench.is_gated or not row.needs_gated]
-
-
 def fill(bench: Bench) -> None:
     """Read the training book with each row at each of its rates."""
-    for row in _list_rows(bench):
+    tokens = bench.scale.sweep_tokens
+    for row in list_fitting(bench, ROWS):
         if row.rates:
-            choose_rate(bench, row, "gap", bench.scale.sweep_tokens, make=True)
+            choose_rate(bench, row, "gap", tokens, make=True)
         else:
-            bench.run([make_unit(bench, row, None, SWEEP_BOOK, bench.scale.sweep_tokens, "gap")])
+            bench.run([make_unit(bench, row, None, SWEEP_BOOK, tokens, "gap")])
 
 
 def tabulate(bench: Bench) -> str:
     """Return each row's gain at its best rate, and its difference from the memory."""
-    results = {}
-    for row in _list_rows(bench):
-        known, rate = choose_rate(bench, row, "gap", bench.scale.sweep_tokens, make=False)
-        if not known:
-            continue
-        unit = make_unit(bench, row, rate, SWEEP_BOOK, bench.scale.sweep_tokens, "gap")
-        result = bench.load(unit)
-        if result is not None:
-            results[row.name] = (rate, result)
+    tokens = bench.scale.sweep_tokens
+    results = load_results(bench, ROWS, "gap", tokens, SWEEP_BOOK, tokens)
     if "no memory" not in results:
         return ""
     _, none = results["no memory"]
@@ -162,6 +161,7 @@ def tabulate(bench: Bench) -> str:
         )
     head = ["", "rate", "parameters", "perplexity", "gain, nats a token"]
     head += ["nats a token to Locas r=64", "processor time, s"]
-    tokens = f"{bench.scale.sweep_tokens:,}"
-    note = f"The first {tokens} tokens of training book {SWEEP_BOOK}, on which each rate is chosen."
+    note = (
+        f"The first {tokens:,} tokens of training book {SWEEP_BOOK}, on which each rate is chosen."
+    )
     return f"{note}\n\n{make_table(head, lines)}"

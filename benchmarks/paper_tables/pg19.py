@@ -13,7 +13,7 @@ from locas_peft.ttt import perplexity
 
 from .bench import LONG_BOOKS, SHORT_BOOKS, Bench, compare_chunks, find_nats
 from .rows import DEFAULT_LORA, LOCAS, NARROW, NONE, PAPER, Row, lora, two_layer_rows
-from .sweep import LORA_RATES, best_rate, choose_rate
+from .sweep import LORA_RATES, find_rate
 
 __all__ = ["best_lora", "fill", "tabulate"]
 
@@ -31,8 +31,7 @@ def _tuned_lora(rate: float) -> Row:
 
 def best_lora(bench: Bench, make: bool = False) -> Row | None:
     """Return TempLoRA at the best rate of its sweep on this host; None where it is not known."""
-    find = choose_rate if make else best_rate
-    rate = find(bench, _tuned_lora, LORA_RATES)
+    rate = find_rate(bench, _tuned_lora, LORA_RATES, make)
     if rate is None:
         return None
     return replace(_tuned_lora(rate), name=f"{BEST} ({rate:g})")
@@ -67,13 +66,15 @@ def _list_learning(bench: Bench, make: bool) -> list[Row]:
 
 def fill(bench: Bench) -> None:
     """Read the two long books with all rows, and the beginnings of the others with five."""
+    rows = list_rows(bench, make=True)
+    rows_of_all_books = [NONE, *_list_learning(bench, make=True)]
     units = []
     for document in LONG_BOOKS:
-        for row in list_rows(bench, make=True):
+        for row in rows:
             units.append(bench.reading(row, document, bench.scale.book_tokens))
     for document in SHORT_BOOKS:
         if bench.scale.short_tokens and document not in LONG_BOOKS:
-            for row in [NONE, *_list_learning(bench, make=True)]:
+            for row in rows_of_all_books:
                 units.append(bench.reading(row, document, bench.scale.short_tokens))
     bench.run(units)
 

@@ -9,7 +9,7 @@ from locas_peft.evaluation import Unit
 from .bench import SWEEP_BOOK, Bench
 from .rows import Row, locas, lora
 
-__all__ = ["LOCAS_RATES", "LORA_RATES", "best_rate", "choose_rate", "fill", "tabulate"]
+__all__ = ["LOCAS_RATES", "LORA_RATES", "fill", "find_best", "find_rate", "tabulate"]
 
 # The first ones are tried at every scale.
 LORA_RATES = (3e-4, 1e-3, 1e-4, 5e-5, 2e-3)
@@ -26,24 +26,27 @@ def list_units(bench: Bench, make_row: MakeRow, rates: tuple[float, ...]) -> dic
     return units
 
 
-def choose_rate(bench: Bench, make_row: MakeRow, rates: tuple[float, ...]) -> float:
-    """Read the training book at each rate; return the rate with the lowest perplexity."""
+def find_rate(
+    bench: Bench, make_row: MakeRow, rates: tuple[float, ...], make: bool
+) -> float | None:
+    """Return the rate of a sweep on the training book with the lowest perplexity.
+
+    Args:
+        make: whether the readings that are missing are made. Without them the rate is None where
+            one is missing.
+    """
     units = list_units(bench, make_row, rates)
-    bench.run(list(units.values()))
-    return _find_best(units)
+    if make:
+        bench.run(list(units.values()))
+    return find_best(units)
 
 
-def best_rate(bench: Bench, make_row: MakeRow, rates: tuple[float, ...]) -> float | None:
-    """Return the rate that a sweep chose; None where the sweep has not been finished."""
-    units = list_units(bench, make_row, rates)
-    if not all(unit.is_finished for unit in units.values()):
-        return None
-    return _find_best(units)
-
-
-def _find_best(units: dict[float, Unit]) -> float:
+def find_best(units: dict[float, Unit]) -> float | None:
+    """Return the rate of the reading with the lowest perplexity; None where one is missing."""
     perplexities = {}
     for rate, unit in units.items():
+        if not unit.is_finished:
+            return None
         perplexities[rate] = unit.load()["figures"]["perplexity"]
     return min(perplexities, key=perplexities.__getitem__)
 
@@ -61,7 +64,7 @@ def _list_sweeps(bench: Bench) -> list[tuple[str, MakeRow, tuple[float, ...]]]:
 def fill(bench: Bench) -> None:
     """Read the training book with TempLoRA and Locas at several rates."""
     for _, make_row, rates in _list_sweeps(bench):
-        choose_rate(bench, make_row, rates)
+        find_rate(bench, make_row, rates, make=True)
 
 
 def tabulate(bench: Bench) -> str:
