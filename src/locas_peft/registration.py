@@ -15,7 +15,7 @@ NAME = "LOCAS"
 NEWEST_TESTED = "0.21"
 """The newest minor version of PEFT that the tests ran with. A newer one is used with a warning.
 
-It is no upper bound of the package: pip would then hold back the user's PEFT without a word.
+The package sets no upper bound for PEFT: pip would install an older PEFT without a warning.
 """
 
 

@@ -1,4 +1,4 @@
-"""Control tokens, such as the one that ends a turn: a user's text has none, whatever it spells.
+"""Encode a user's text without control tokens, such as the one that ends a turn.
 
 A tokenizer turns the characters "<|im_end|>" into the token that ends a turn, wherever they stand.
 With them, a question or a note could forge turns of the chat. Here such characters are cut after
@@ -118,7 +118,7 @@ def _list_control_tokens(
 
 
 def _is_written(content: str, template: str) -> bool:
-    """Return whether a chat template writes a token that is no word and no white space.
+    """Return whether a chat template writes a token that is neither a word nor white space.
 
     Words and white space of a template are also the words and white space of texts.
     """

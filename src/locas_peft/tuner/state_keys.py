@@ -80,8 +80,8 @@ def restore_hidden(
         state: the model's state without the tensors that were left out; mutated.
 
     Raises:
-        ValueError: the tensors that were left out are needed, and the state is no view of the
-            model, so that their values are not known here.
+        ValueError: the tensors that were left out are needed, and the state has copies of the
+            model's tensors, so that their values are not known here.
     """
     if not state:
         # Of a process that does not write.
