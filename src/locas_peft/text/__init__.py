@@ -1,4 +1,4 @@
-"""Texts: files, token ids, control tokens, words."""
+"""Texts: files, token ids, control tokens, sentences, words."""
 
 from .control_tokens import encode_marked, encode_text, mark_turns
 from .documents import (
@@ -12,6 +12,7 @@ from .documents import (
     tokenize,
     unwrap,
 )
+from .sentences import split_sentences
 from .words import holds_phrase, list_runs, split_words
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "load_text",
     "mark_turns",
     "python_reference",
+    "split_sentences",
     "split_words",
     "tokenize",
     "unwrap",

@@ -1,0 +1,152 @@
+"""Sentences of a text in any language, by the rules of the package sentencex.
+
+The rules are those of the text's language: its abbreviations, dates and marks that end a sentence.
+The language is guessed from the script and, where several languages share it, from short words.
+"""
+
+from itertools import pairwise
+
+import regex
+import sentencex
+
+from .words import split_words
+
+__all__ = ["split_sentences"]
+
+# The languages with rules of their own, by script, with frequent words where several languages
+# share a script. The first language of a script is the one without evidence for another.
+_LANGUAGES = {
+    "Latin": {
+        "en": "the of and to in is a that was for with he it on as at by from his are i",
+        "ca": "el la els les és un una que del amb de en no per a",
+        "da": "og i at det en den er til på ikke der af for med som et",
+        "de": "der die das und ist nicht ein eine mit den von zu sie auf im am er es in wie",
+        "es": "el la los las y es un una que del por con en de se no su al",
+        "fi": "ja on ei oli se että hän ovat kun mutta",
+        "fr": "le la les des et est un une dans que pour du il elle de en a au ce sur",
+        "it": "il la di e è un una che del della per con non si le da in",
+        "nl": "de het een en is niet van op met voor hij zij in dat te ik",
+        "pl": "w i na z się nie to jest do że o po",
+        "pt": "o a os as e é um uma que do da em não para com de no na se",
+        "sk": "a v na sa je že nie do s z o to",
+    },
+    "Cyrillic": {
+        "ru": "и в не на что с по как это был к из у",
+        "bg": "и на да се от е за по са че",
+        "kk": "және мен бұл бір үшін да де еді",
+        "uk": "і та що у з до не на це в був як",
+    },
+    "Arabic": {"ar": ""},
+    "Armenian": {"hy": ""},
+    "Bengali": {"bn": ""},
+    "Devanagari": {"hi": ""},
+    "Ethiopic": {"am": ""},
+    "Greek": {"el": ""},
+    "Gujarati": {"gu": ""},
+    "Gurmukhi": {"pa": ""},
+    "Kannada": {"kn": ""},
+    "Malayalam": {"ml": ""},
+    "Myanmar": {"my": ""},
+    "Tamil": {"ta": ""},
+    "Telugu": {"te": ""},
+}
+# The beginning of a text that its language is guessed from.
+_GUESSED_CHARACTERS = 20_000
+
+_PARAGRAPH_END = regex.compile(r"\n\s*\n")
+# The beginning of an item of a list, a row, a heading or a quotation.
+_ITEM = regex.compile(r"\s*(?:[-*+•]\s|\(?\d{1,3}[.)]\s|[|#>])")
+_ROW = regex.compile(r"\s*\||.*\t")
+_LOWER_CASE = regex.compile(r"\s*(?!\p{Lu})\p{L}")
+# A text is hard-wrapped where this share of its line breaks comes before a lower-case letter.
+_FEWEST_LOWER_CASE = 1 / 3
+# Narrower columns are lists and verses.
+_NARROWEST_COLUMN = 40
+# How many characters a line may end before the last word that would have fitted.
+_RAGGED = 5
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text in their order, without the white space around them.
+
+    A line break ends a sentence: items of a list, rows of a table and lines of code or of a log
+    stay apart. Hard-wrapped paragraphs are the exception. There a sentence goes on over a line
+    break, which it keeps. A row of a table, which begins with "|" or has a tab, is never split.
+
+    Each piece is a part of the text as it stands, and together the pieces hold all of the text but
+    white space.
+    """
+    language = _guess_language(text[:_GUESSED_CHARACTERS])
+    sentences: list[str] = []
+    for block in _list_blocks(text):
+        if _ROW.match(block):
+            pieces = [block]
+        else:
+            pieces = _split_block(block, language)
+        sentences += filter(None, map(str.strip, pieces))
+    return sentences
+
+
+def _guess_language(text: str) -> str:
+    """Return the language, among those with rules, whose script and words a text has most of."""
+    letters = {}
+    for script in _LANGUAGES:
+        letters[script] = len(regex.findall(rf"\p{{{script}}}", text))
+    # Of equal counts, max takes the first: Latin and English.
+    languages = _LANGUAGES[max(letters, key=letters.__getitem__)]
+    words = split_words(text)
+    votes = {}
+    for language, frequent in languages.items():
+        votes[language] = sum(map(set(frequent.split()).__contains__, words))
+    return max(votes, key=votes.__getitem__)
+
+
+def _split_block(block: str, language: str) -> list[str]:
+    marker = _ITEM.match(block)
+    start = 0 if marker is None else marker.end()
+    # The package takes UTF-8 alone; a surrogate becomes one other character.
+    encodable = block.encode("utf-8", "replace").decode("utf-8")
+    boundaries = sentencex.get_sentence_boundaries(language, encodable)
+    ends = [boundary["end_index"] for boundary in boundaries]
+    # The number of an item is no sentence.
+    ends = [end for end in ends if end > start]
+    return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
+
+
+def _list_blocks(text: str) -> list[str]:
+    """Return the lines of a text; those of a hard-wrapped paragraph or item are one block."""
+    groups = [
+        group for paragraph in _PARAGRAPH_END.split(text) for group in _list_groups(paragraph)
+    ]
+    continued = [line for group in groups for line in group[1:]]
+    lower = sum(_LOWER_CASE.match(line) is not None for line in continued)
+    is_wrapped = lower > _FEWEST_LOWER_CASE * len(continued)
+    blocks: list[str] = []
+    for group in groups:
+        if is_wrapped and _fills_column(group):
+            blocks.append("\n".join(group))
+        else:
+            blocks += group
+    return blocks
+
+
+def _list_groups(paragraph: str) -> list[list[str]]:
+    """Return the lines of a paragraph in groups, each of which begins with an item's beginning."""
+    groups: list[list[str]] = []
+    for line in paragraph.split("\n"):
+        if not groups or _ITEM.match(line):
+            groups.append([])
+        groups[-1].append(line)
+    return groups
+
+
+def _fills_column(lines: list[str]) -> bool:
+    """Return whether no line but the last has room for the first word of the next one."""
+    widths = [len(line.rstrip()) for line in lines]
+    if max(widths) < _NARROWEST_COLUMN:
+        return False
+    for width, following in zip(widths, lines[1:], strict=False):
+        word = following.lstrip().split(" ")[0]
+        if width + 1 + len(word) + _RAGGED <= max(widths):
+            return False
+    return True
