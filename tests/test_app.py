@@ -341,6 +341,26 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(
     assert others[0].text == others[1].text
 
 
+def test_the_answer_of_a_memory_has_its_source(loaded, no_anchor, visitors, monkeypatch):
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import _show_chat
+
+    monkeypatch.setattr(sessions, "ANSWER_TOKENS", 2)
+    shared, one = SharedModel(BASE, *loaded, shows_source=True), visitors.find(None)
+    try:
+        job = Job("lamp", TEXT[:450], 0)
+        shared.read(job, one.shelf)
+        wait(job)
+        asked = [chat("Who lit the lamps of house 3?")] * 2
+        answers = shared.ask(one.shelf, ROUTED, asked).result()
+        assert [answer.source is None for answer in answers] == [True, False]
+        assert answers[1].source in TEXT
+    finally:
+        shared.close()
+    turn = {"role": "assistant", "content": "Peder.", "head": "[lamp]\n", "foot": "\n\nSource: x"}
+    assert _show_chat([turn])[0]["content"] == "[lamp]\nPeder.\n\nSource: x"
+
+
 def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(
     loaded, no_anchor, visitors, monkeypatch
 ):

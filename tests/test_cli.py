@@ -59,7 +59,8 @@ COMMANDS = [
     "eval",
 ]
 PROTOCOLS = ["perplexity", "locomo", "forgetting"]
-MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "record.json"]
+PUSHED_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "record.json"]
+MEMORY_FILES = [*PUSHED_FILES, "text.txt"]
 
 
 @pytest.fixture
@@ -1079,7 +1080,7 @@ def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatc
     arguments = ("push", "m", "--repo", "m", "--license", "cc-by-4.0", "--private")
     assert run(*arguments) == (0, "The memory is at me/m\n", "")
     assert made == [(("m",), {"private": True, "exist_ok": True})]
-    assert sorted(uploaded["me/m"]) == MEMORY_FILES
+    assert sorted(uploaded["me/m"]) == PUSHED_FILES
     card = ModelCard(uploaded["me/m"]["README.md"].decode())
     assert (
         card.data.license == "cc-by-4.0" and card.text == ModelCard.load(memory / "README.md").text
@@ -1136,6 +1137,59 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
         "gold": None,
         "right": None,
     }
+
+
+def test_ask_shows_the_source_of_an_answer(run, memory, tmp_path):
+    asked = ("ask", "What is an expression?", "Xyzzy?", "--max-new-tokens", 2, "--source")
+    records = json.loads(run(*asked, "--memory", memory, "--json", "-")[1])
+    sentences = text.split_sentences((memory / "text.txt").read_text(encoding="utf-8"))
+    assert records[0]["source"] in sentences and records[1]["source"] is None
+    code, stdout, _ = run(*asked, "--memory", memory)
+    shown = " ".join(records[0]["source"].split())
+    sources = [line for line in stdout.splitlines() if line.startswith("  source: ")]
+    assert (code, sources) == (0, [f"  source: {shown}", "  source: none"])
+    line = "--source quotes the text of a memory, got --without-memory too: leave one of them out"
+    assert refused(run, *asked, "--memory", memory, "--without-memory") == line
+    shutil.copytree(memory, tmp_path / "m")
+    (tmp_path / "m" / "text.txt").unlink()
+    line = "memory must hold its text for a source, got no text.txt in 'm': make the memory again"
+    assert refused(run, *asked, "--memory", "m").startswith(line)
+
+
+def test_a_text_is_kept_for_sources_unless_it_is_refused(run, tmp_path):
+    for name, said in (("lamp", "Peder lit the lamp at Skarn. "), ("bread", "Hilda bakes bread. ")):
+        (tmp_path / f"{name}.txt").write_text(said * 9)
+        arguments = ("read", f"{name}.txt", "--library", "notes", "--r", 4, *FAST, *NO_ANCHOR)
+        assert run(*arguments)[0] == 0
+    asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes")
+    asked += ("--source", "--max-new-tokens", 2, "--json", "-")
+    records = json.loads(run(*asked)[1])
+    assert [record["source"] for record in records] == ["Peder lit the lamp at Skarn.", None]
+    # A memory that goes on keeps both texts.
+    goes_on = ("read", "bread.txt", "--from", "notes/lamp", *FAST, *NO_ANCHOR)
+    assert run(*goes_on)[0] == 0
+    kept = (tmp_path / "notes/lamp/text.txt").read_text()
+    assert kept.startswith("Peder") and "\n\nHilda" in kept
+    assert run(*goes_on, "--no-keep-text")[0] == 0
+    assert not {"text.txt", "sample.txt"} & {*names(tmp_path / "notes/lamp")}
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"name": "row", "text": "The boat sank. " * 20}) + "\n"
+    )
+    table = ("read", "--manifest", "rows.jsonl", "--r", 4, "--window", 128, "--stride", 64)
+    table += ("--device", "cpu", *NO_ANCHOR)
+    assert run(*table, "--library", "rows")[0] == 0
+    assert (tmp_path / "rows/row/text.txt").read_text().startswith("The boat")
+    assert run(*table, "--library", "others", "--no-keep-text")[0] == 0
+    assert not {"text.txt", "sample.txt"} & {*names(tmp_path / "others/row")}
+
+
+def test_chat_shows_the_source_of_a_reply(run, chat_model, memory, monkeypatch):
+    monkeypatch.setattr(answers, "continue_texts", lambda *_, **__: ["Fine."])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is an expression?\nXyzzy?\n"))
+    arguments = ("chat", "--memory", memory, "--model", chat_model, "--device", "cpu", "--source")
+    lines = run(*arguments)[1].splitlines()
+    assert (lines[0], lines[2:]) == ("Fine.", ["Fine.", "  source: none"])
+    assert lines[1].startswith("  source: ") and lines[1] != lines[3]
 
 
 def test_words_without_quotes_are_one_question(run, memory):

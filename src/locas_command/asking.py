@@ -9,16 +9,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from .console import open_consoles, write_result
+from .console import open_consoles, printable, write_result
 from .options import (
+    ANSWERER,
     BASE,
+    AnswererGroup,
+    AnswererOptions,
     AtLeastZero,
     BaseOptions,
     Count,
     JsonFile,
     Memory,
     MemoryBase,
-    NamedPath,
     Seed,
     Text,
 )
@@ -87,13 +89,11 @@ def generate(
 
 def ask(
     *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    memory: Memory | None = None,
-    library: NamedPath | None = None,
     questions: Path | None = None,
     context: Path | None = None,
-    without_memory: bool = False,
     max_new_tokens: Count = 64,
     json_file: JsonFile = None,
+    answerer: AnswererGroup = ANSWERER,
     base: MemoryBase = BASE,
 ) -> None:
     """Ask a model questions about what it has read; it answers each in one sentence.
@@ -102,10 +102,7 @@ def ask(
         question: the questions, each in quotes; where no argument has a space, all together are one
             question.
         questions: a JSON Lines file with more, an object a line: question and, if known, answer.
-        library: a folder of memories: each question is answered with the one that it is about, if
-            any.
         context: a text file that the model sees before each question.
-        without_memory: ask the base model alone; --memory then only names it.
         max_new_tokens: the longest answer, in tokens.
     """
     from locas_peft.asking import Question, count_right, load_questions
@@ -122,9 +119,11 @@ def ask(
     options = {"max_new_tokens": max_new_tokens}
     if context is not None:
         options["context"] = load_text(context)
-    _, answerer = _load_answerer(memory, library, without_memory, base, options)
+    loaded, model = _load_answerer(answerer, base, options)
     with _options_named():
-        answers = answerer.answer(asked)
+        answers = model.answer(asked)
+    if answerer.source:
+        answers = _add_sources(answers, loaded, answerer)
     records = []
     for answer in answers:
         record = {
@@ -133,10 +132,14 @@ def ask(
             "gold": answer.question.answer,
             "right": answer.right,
         }
-        if library is not None:
+        if answerer.library is not None:
             record["memories"] = list(answer.memories)
+        if answerer.source:
+            record["source"] = answer.source
         records.append(record)
-        _show_answer(answer, stdout, named=library is not None)
+        _show_answer(answer, stdout, named=answerer.library is not None)
+        if answerer.source:
+            _show_source(answer, stdout)
     graded = [answer for answer in answers if answer.right is not None]
     if graded:
         stdout.print(f"{count_right(graded)} of {len(graded)} right")
@@ -166,22 +169,35 @@ def _show_memories(answer: Any, stdout: Console) -> None:
     stdout.print(f"  [{names}]", style="dim", markup=False)
 
 
+def _add_sources(answers: Sequence[Any], loaded: Any, answerer: AnswererOptions) -> list[Any]:
+    """Return answers with the sentences of the memories' texts that support them."""
+    from locas_peft.library import Library, add_sources
+
+    folders = []
+    for answer in answers:
+        folder = answerer.memory
+        if answer.memories:
+            folder = Library(answerer.library).find(answer.memories[0])
+        folders.append(folder)
+    return add_sources(loaded.model, loaded.tokenizer, answers, folders)
+
+
+def _show_source(answer: Any, stdout: Console) -> None:
+    source = "none" if answer.source is None else printable(answer.source)
+    stdout.print(f"  source: {source}", style="dim")
+
+
 def chat(
     *,
-    memory: Memory | None = None,
-    library: NamedPath | None = None,
-    without_memory: bool = False,
     max_new_tokens: Count = 128,
     temperature: AtLeastZero = 0.0,
     seed: Seed = 0,
+    answerer: AnswererGroup = ANSWERER,
     base: MemoryBase = BASE,
 ) -> None:
     """Talk with a model about what it has read: one message a line; /exit ends it.
 
     Args:
-        library: a folder of memories: each message is replied to with the one that it is about, if
-            any (see ask).
-        without_memory: talk with the base model alone; --memory then only names it.
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
@@ -190,7 +206,7 @@ def chat(
 
     stdout, stderr = open_consoles()
     options = {"max_new_tokens": max_new_tokens}
-    loaded, answerer = _load_answerer(memory, library, without_memory, base, options)
+    loaded, model = _load_answerer(answerer, base, options)
     if not can_chat(loaded.tokenizer):
         raise ValueError(
             f"model must have a chat template, got {loaded.name!r} without one: use locas generate"
@@ -207,11 +223,15 @@ def chat(
             continue
         turns.append({"role": "user", "content": message})
         with _options_named():
-            (reply,) = answerer.reply([turns], temperature=temperature, seed=seed)
+            (reply,) = model.reply([turns], temperature=temperature, seed=seed)
+        if answerer.source:
+            (reply,) = _add_sources([reply], loaded, answerer)
         turns.append({"role": "assistant", "content": reply.text})
-        if library is not None:
+        if answerer.library is not None:
             _show_memories(reply, stdout)
         stdout.print(reply.text)
+        if answerer.source:
+            _show_source(reply, stdout)
 
 
 @contextmanager
@@ -224,18 +244,22 @@ def _options_named() -> Iterator[None]:
 
 
 def _load_answerer(
-    memory: Path | None,
-    library: Path | None,
-    without_memory: bool,
-    base: BaseOptions,
-    options: dict[str, Any],
+    answerer: AnswererOptions, base: BaseOptions, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Load a base and what it is asked with, if anything; return the base, and what answers."""
     from locas_peft.asking import Answerer
-    from locas_peft.library import LibraryAnswerer
+    from locas_peft.library import LibraryAnswerer, check_text
 
     from .running import load, load_base_of, open_library, open_with_base
 
+    memory = answerer.memory
+    library = answerer.library
+    without_memory = answerer.without_memory
+    if answerer.source and without_memory:
+        what = "--source quotes the text of a memory, got --without-memory too"
+        raise ValueError(f"{what}: leave one of them out")
+    if answerer.source and memory is not None and memory.is_dir():
+        check_text(memory)
     if library is not None:
         if memory is not None or without_memory:
             other = "--without-memory" if without_memory else "--memory"

@@ -157,6 +157,7 @@ def app(
     no_browser: bool = False,
     model: str | None = None,
     device: str = "auto",
+    source: bool = False,
 ) -> None:
     """Open a web page: read a text, ask with and without the memory, keep memories on a shelf.
 
@@ -170,6 +171,7 @@ def app(
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
         device: cpu, cuda, cuda:1, ... or auto.
+        source: show below each answer the sentence of the memory's text that supports it.
     """
     from locas_peft import demo
     from locas_peft.checks import import_extra
@@ -187,7 +189,7 @@ def app(
     name = model or demo.choose_model()
     stderr.print(f"loading {name}")
     base = load(BaseOptions(model=name, device=device))
-    shared = SharedModel(base.name, base.model, base.tokenizer)
+    shared = SharedModel(base.name, base.model, base.tokenizer, shows_source=source)
 
     def announce(address: str) -> None:
         stdout.print(f"The page is at {address} (Ctrl-C ends it)")

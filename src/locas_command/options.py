@@ -83,6 +83,24 @@ class BaseOnCpuOptions(BaseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswererOptions:
+    """What answers a question.
+
+    Args:
+        memory: a memory's folder.
+        library: a folder of memories: each question is answered with the one that it is about, if
+            any.
+        without_memory: ask the base model alone; --memory then only names it.
+        source: show below each answer the sentence of the memory's text that supports it.
+    """
+
+    memory: Path | None = None
+    library: NamedPath | None = None
+    without_memory: bool = False
+    source: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
     """Where the memory goes.
 
@@ -95,6 +113,9 @@ class PlaceOptions:
         resume: continue from the checkpoint in --out, if there is one.
         overwrite: replace the results of an earlier run in --out.
         checkpoint_seconds: time between two checkpoints.
+        keep_text: keep the text in the memory's folder, for ask --source, and in a library pieces
+            of it, by which questions find the memory. A study keeps its exchanges in any case,
+            which quote the text.
     """
 
     out: NamedPath | None = None
@@ -104,6 +125,7 @@ class PlaceOptions:
     resume: bool = False
     overwrite: bool = False
     checkpoint_seconds: AtLeastZero = 30.0
+    keep_text: Annotated[bool, Parameter(negative="--no-keep-text")] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +151,7 @@ STUDY = StudySettings()
 BASE = BaseOptions()
 BASE_ON_CPU = BaseOnCpuOptions()
 PLACE = PlaceOptions()
+ANSWERER = AnswererOptions()
 TABLE = TableOptions()
 
 ReadGroup = Annotated[ReadSettings, Parameter(name="*", group="Reading")]
@@ -140,6 +163,7 @@ ManyMethods = Annotated[
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 MemoryBase = BaseGroup
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
+AnswererGroup = Annotated[AnswererOptions, Parameter(name="*", group="Memory")]
 PlaceGroup = Annotated[PlaceOptions, Parameter(name="*", group="Memory")]
 TableGroup = Annotated[TableOptions, Parameter(name="*", group="Table")]
 

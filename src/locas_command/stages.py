@@ -221,7 +221,7 @@ def _take_steps(
     stderr: Any,
 ) -> Any:
     """Run the stage with progress; return its record."""
-    from locas_peft.library import make_sample
+    from locas_peft.library import join_texts, make_sample
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
     from locas_peft.memories.folder import SAMPLE
     from locas_peft.stages import Place, complete, open_reading, open_study
@@ -234,8 +234,11 @@ def _take_steps(
     input_ids = loaded.encode(content, settings.max_tokens, job.unwrap)
     folder = None
     sample = None
+    kept_text = None
     if job.saves:
         folder = place.out / CHECKPOINT_FOLDER
+    if job.saves and place.keep_text:
+        kept_text = join_texts(content, place.start)
         is_sampled = place.start is not None and (place.start / SAMPLE).is_file()
         if in_library or is_sampled:
             sample = make_sample(content, place.start)
@@ -247,6 +250,7 @@ def _take_steps(
         overwrite=place.overwrite,
         title=title,
         sample=sample,
+        kept_text=kept_text,
     )
     if job.is_reading:
         opened = open_reading(

@@ -52,6 +52,8 @@ def teach_manifest(
         "checkpoint_seconds": place.checkpoint_seconds,
         "unwrapped": backbone.is_embedded(name) if unwrap is None else unwrap,
     }
+    if not place.keep_text:
+        options |= {"sample": None, "kept_text": None}
     if table.ray:
         failures = _teach_on_ray(library, base, documents, table, stderr, options)
     else:

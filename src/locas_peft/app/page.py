@@ -70,7 +70,10 @@ _HEADER = """<h1>Locas</h1><p>A language model reads a text once and keeps it, i
 weights. The model here is <b>{}</b>.</p>"""
 
 Chats = list[list[dict[str, str]]]
-"""Two conversations, without and with a memory: turns with `role`, `content`, maybe `head`."""
+"""Two conversations, without and with a memory: turns with `role` and `content`.
+
+A turn may have `head` and `foot`, which are shown around its content.
+"""
 
 
 def serve(
@@ -398,6 +401,8 @@ class _Page:
         if name == ROUTED:
             memories = ", ".join(answers[-1].memories)
             replies[-1]["head"] = f"[{memories or 'no memory'}]\n"
+        if answers[-1].source is not None:
+            replies[-1]["foot"] = f"\n\nSource: {answers[-1].source}"
         chats = _add_turns(asked, replies)
         yield [field, *map(_show_chat, chats), chats]
 
@@ -491,10 +496,12 @@ def _add_turns(chats: Chats, turns: Sequence[dict[str, str]]) -> Chats:
 
 
 def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the turns of a conversation as they are shown: an answer after its memory's name."""
-    return [
-        {"role": turn["role"], "content": turn.get("head", "") + turn["content"]} for turn in chat
-    ]
+    """Return the turns of a conversation as they are shown: an answer between head and foot."""
+    shown = []
+    for turn in chat:
+        content = turn.get("head", "") + turn["content"] + turn.get("foot", "")
+        shown.append({"role": turn["role"], "content": content})
+    return shown
 
 
 def _show_progress(job: Job, jobs_before: int) -> str:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
-from ..library import Library, make_sample
+from ..library import Library, add_sources, make_sample
 from ..memories import load_memory, load_memory_config, share_weights
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
@@ -165,14 +165,22 @@ class SharedModel:
     """A frozen base that does what visitors ask for.
 
     Readings run in one thread, one after the other, the rest in another. The name is for the
-    records of readings.
+    records of readings. With `shows_source`, answers have the sentence of the text that supports
+    them.
     """
 
-    def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        name: str,
+        base: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        shows_source: bool = False,
+    ):
         self.name = name
         self.can_chat = can_chat(tokenizer)
         self._base = base
         self._tokenizer = tokenizer
+        self._shows_source = shows_source
         self._readings = ThreadPoolExecutor(1)
         self._answers = ThreadPoolExecutor(1)
         # Held by the thread that uses the model.
@@ -291,6 +299,9 @@ class SharedModel:
                 raise ValueError(line) from None
         if memory is not None:
             answers[-1] = replace(answers[-1], memories=(memory,))
+        if memory is not None and self._shows_source:
+            folder = shelf.find(memory)
+            answers[1:] = add_sources(self._base, self._tokenizer, answers[1:], [folder])
         return answers
 
     def _read(self, job: Job, shelf: Library) -> bool:
@@ -313,7 +324,7 @@ class SharedModel:
         for chunk in make_trainer(base, for_base(reading)).read(input_ids):
             self._note_chunk(job, "score", chunk, len(input_ids))
         with shelf.new(job.name) as folder:
-            place = Place(out=folder, sample=make_sample(text))
+            place = Place(out=folder, sample=make_sample(text), kept_text=text)
             job.advance("read", 0, len(input_ids))
             opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)
             with opened as run:

@@ -35,11 +35,14 @@ class Answer:
     Attributes:
         memories: the names of the library's memories that gave it; none where the base answered
             alone.
+        source: the sentence of the memory's text that supports it, where one was looked for and
+            found.
     """
 
     question: Question
     text: str
     memories: tuple[str, ...] = ()
+    source: str | None = None
 
     @property
     def right(self) -> bool | None:

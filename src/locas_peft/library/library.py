@@ -29,6 +29,7 @@ from ..stages import AdapterSettings, Place, ReadSettings, Record, complete, rea
 from ..text import tokenize
 from .names import check_name, is_name
 from .routing import list_passages, make_sample, route
+from .source import join_texts
 
 __all__ = ["Library"]
 
@@ -189,6 +190,7 @@ class Library:
         fields = {
             "title": name,
             "sample": make_sample(text, start),
+            "kept_text": join_texts(text, start),
             "checkpoint_dir": folder / CHECKPOINT_FOLDER,
             **place,
         }

@@ -376,8 +376,8 @@ def _teach(
     try:
         content = document.load()
         text = unwrap(content) if unwrapped else content
-        # What the memory is found by is the text as it was written.
-        options = {"sample": make_sample(content), **options}
+        # What is stored of the text is as it was written.
+        options = {"sample": make_sample(content), "kept_text": content, **options}
         library.add(base, tokenizer, text, document.name, document.settings, resume=True, **options)
     except InUse:
         raise

@@ -35,6 +35,7 @@ __all__ = [
     "RECORD",
     "SAMPLE",
     "SIGNATURE",
+    "TEXT",
     "TEXT_SIGNATURE",
     "check_vacant",
     "escape",
@@ -48,12 +49,13 @@ __all__ = [
 
 # In a memory's folder: PEFT's config; the model card, which the Hugging Face hub renders; the
 # record of the stages that made it, and the one that version 0.2.0 wrote; pieces of its text, by
-# which a library finds it.
+# which a library finds it; its text, whose sentences are shown as the sources of answers.
 MEMORY_CONFIG = "adapter_config.json"
 CARD = "README.md"
 RECORD = "record.json"
 READING = "reading.json"
 SAMPLE = "sample.txt"
+TEXT = "text.txt"
 # A signature by the program model_signing (docs/howto/signing.md), and one that version 0.2.0 wrote
 # beside it.
 SIGNATURE = "model.sig"
@@ -67,6 +69,7 @@ FILES = (
     EXCHANGES,
     PASSAGES,
     SAMPLE,
+    TEXT,
     SIGNATURE,
     TEXT_SIGNATURE,
 )
@@ -157,8 +160,8 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
     """Upload a memory to the repository NAME or OWNER/NAME of the hub; return the address.
 
     A new repository is made where there is none. `PeftModel.push_to_hub` would write an empty
-    template in place of the card. The exchanges of a self-study, which can quote the text, stay
-    here.
+    template in place of the card. The files that quote its text stay here: the text, the sample
+    of it, and the exchanges of a self-study.
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)

@@ -77,6 +77,7 @@ class Place:
             other stages.
         title: of the text, for the record and the model card.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
+        kept_text: saved beside the memory: its sentences are the sources of answers.
     """
 
     out: str | Path | None = None
@@ -86,6 +87,7 @@ class Place:
     overwrite: bool = False
     title: str | None = None
     sample: str | None = None
+    kept_text: str | None = None
 
 
 class StageRun:
@@ -483,7 +485,8 @@ def _save(
     else:
         record = ReadRecord(**common)
     if place.out is not None:
-        save_stages(model, place.out, [*run.former, record], exchanges, place.sample)
+        records = [*run.former, record]
+        save_stages(model, place.out, records, exchanges, place.sample, place.kept_text)
         run.drop_checkpoint()
     return record
 

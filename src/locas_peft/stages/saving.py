@@ -16,6 +16,7 @@ from ..memories.folder import (
     RECORD,
     SAMPLE,
     SIGNATURE,
+    TEXT,
     TEXT_SIGNATURE,
     escape,
     make_card,
@@ -51,6 +52,7 @@ def save_stages(
     records: Sequence[Record],
     exchanges: Sequence[Exchange] = (),
     sample: str | None = None,
+    kept_text: str | None = None,
 ) -> None:
     """Write a memory into a folder, whole or not at all.
 
@@ -60,6 +62,7 @@ def save_stages(
         records: of the stages that made it, the last one last.
         exchanges: what the memory has studied.
         sample: pieces of its text, by which a library finds it.
+        kept_text: its text, whose sentences are shown as the sources of answers.
     """
 
     def add_files(folder: Path) -> None:
@@ -68,6 +71,8 @@ def save_stages(
             save_exchanges(folder / EXCHANGES, exchanges)
         if sample is not None:
             (folder / SAMPLE).write_text(sample, encoding="utf-8")
+        if kept_text is not None:
+            (folder / TEXT).write_text(kept_text, encoding="utf-8")
 
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
@@ -77,6 +82,8 @@ def save_stages(
         stale.append(EXCHANGES)
     if sample is None:
         stale.append(SAMPLE)
+    if kept_text is None:
+        stale.append(TEXT)
     for name in stale:
         (Path(directory) / name).unlink(missing_ok=True)
 
