@@ -1,5 +1,6 @@
 """PEFT's CARTRIDGE: a prefix of trained keys and values, with as many parameters as the memory."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ def open_prefix(
         initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
     parameters = [weight for weight in model.prompt_encoder.parameters() if weight.requires_grad]
     fields = {**training_fields(bench, PREFIX_RATES[0]), "context": "recompute"}
-    fields["readings"] = bench.scale.prefix_readings
+    chunks = math.ceil(len(ids) / bench.common["stride"])
+    fields["readings"] = max(bench.scale.prefix_steps // chunks, 1)
     prefix = PrefixModel(model)
     trainer = TestTimeTrainer(prefix, parameters=parameters, **fields)
     for _ in trainer.read(ids):

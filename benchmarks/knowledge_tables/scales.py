@@ -18,7 +18,8 @@ class Scale:
         joined_questions: about each of them.
         readings: after how many readings of a fictional passage its probes are scored.
         retention_tokens: of another book, which a studied memory reads.
-        prefix_readings: how often a prefix reads its text.
+        prefix_steps: how many steps a prefix is trained for on a short text, which it reads again and
+            again; a longer one is read once.
         stories: of QuALITY.
         context_tokens: the most tokens of a story in context.
         seeds: of the studies of the pages; all other studies have the seed 0.
@@ -36,7 +37,7 @@ class Scale:
     joined_questions: int
     readings: tuple[int, ...]
     retention_tokens: int
-    prefix_readings: int
+    prefix_steps: int
     stories: int
     context_tokens: int
     seeds: int
@@ -55,7 +56,7 @@ QUICK = Scale(
     joined_questions=2,
     readings=(1, 2),
     retention_tokens=512,
-    prefix_readings=2,
+    prefix_steps=2,
     stories=1,
     context_tokens=1024,
     seeds=1,
@@ -73,7 +74,7 @@ FULL = Scale(
     joined_questions=3,
     readings=(1, 4, 10),
     retention_tokens=10_000,
-    prefix_readings=10,
+    prefix_steps=30,
     stories=2,
     context_tokens=16_384,
     seeds=1,
