@@ -490,6 +490,38 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
     assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
 
 
+def test_the_time_is_estimated_before_a_study_and_a_text_that_is_too_long_is_refused(
+    loaded, input_ids, monkeypatch, caplog
+):
+    with caplog.at_level("INFO"), attached(loaded[0], settings_of()) as model:
+        study = learning.SelfStudy(model, loaded[1], input_ids, settings_of(), given=GIVEN)
+        next(study.run())
+    assert "studies about 2 exchanges; this takes about 1 min" in caplog.text
+    monkeypatch.setattr(learning, "MOST_PASSAGES", 2)
+    message = "^text must have at most 2 passages to be studied, got 3: study a part of it with "
+    with pytest.raises(ValueError, match=message):
+        learn(loaded, input_ids, settings_of())
+
+
+def test_the_lessons_of_a_pass_are_put_in_order_once(loaded, input_ids, monkeypatch):
+    """Shuffled at each step, 50,000 lessons took more time than learning them."""
+    shuffled = []
+    shuffle = learning.random.Random.shuffle
+    monkeypatch.setattr(
+        learning.random.Random,
+        "shuffle",
+        lambda self, order: shuffled.append(len(order)) or shuffle(self, order),
+    )
+    monkeypatch.setattr(learning, "BATCH", 1)
+    monkeypatch.setattr(learning, "KNOWN_NATS", 0.0)
+    given = [Exchange(f"Who is man {number}?", "A man.") for number in range(6)]
+    with attached(loaded[0], settings_of()) as model:
+        settings = StudySettings(passes=3, learning_rate=1e-3)
+        study = learning.SelfStudy(model, loaded[1], input_ids, settings, given=given)
+        steps = list(study.run())
+    assert len(steps) == 3 * 6 and shuffled == [6] * 3
+
+
 def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
     base, tokenizer = loaded
     steps = []

@@ -109,7 +109,18 @@ ROWS = [
         LORA_RATES[:2],
     ),
     Baseline("LoRA r=64, FFN alone", partial(open_adapter, partial(_lora_on, FFN)), LORA_RATES[:2]),
+    Baseline(
+        "LoRA r=64, gate and up alone",
+        partial(open_adapter, partial(_lora_on, FFN[:2])),
+        LORA_RATES[:2],
+    ),
+    Baseline(
+        "LoRA r=64, down alone",
+        partial(open_adapter, partial(_lora_on, FFN[2:])),
+        LORA_RATES[:2],
+    ),
     Baseline("Locas r=64", partial(open_row, partial(locas, 64)), LOCAS_RATES[:3], True),
+    Baseline("Locas r=256", partial(open_row, partial(locas, 256)), (4e-3, 2e-3), True),
     Baseline(
         "Locas r=64, without the anchor", partial(open_row, _without_anchor), LOCAS_RATES[:1], True
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import load_json_lines, staged_file
-from ..text import NAME, encode_text, split_words
+from ..text import NAME, encode_text, split_sentences, split_words
 
 __all__ = [
     "EXCHANGES",
@@ -40,9 +40,6 @@ _FEWEST_WORDS = 5
 _MOST_SUBJECT_WORDS = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
-_ABBREVIATIONS = ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs")
-_NO_ABBREVIATION = "".join(rf"(?<!\b{name}\.)" for name in _ABBREVIATIONS)
-_SENTENCE_END = re.compile(rf"\n+|(?<=[.!?…]){_NO_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
 @dataclass(frozen=True)
@@ -130,8 +127,7 @@ def _split_turn(tokenizer: Any, said: str, form: str, most_tokens: int) -> list[
 
 
 def _list_sentences(text: str) -> list[str]:
-    sentences = [" ".join(part.split()) for part in _SENTENCE_END.split(text)]
-    return [sentence for sentence in sentences if sentence]
+    return [" ".join(sentence.split()) for sentence in split_sentences(text)]
 
 
 def _list_turns(text: str) -> list[tuple[str, str, str]]:

@@ -4,10 +4,11 @@ Axes: T tokens of an answer, K candidates for a token, V vocabulary.
 """
 
 import copy
+import logging
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from os.path import commonprefix
@@ -32,6 +33,12 @@ from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
 
+_logger = logging.getLogger(__name__)
+
+MOST_PASSAGES = 2_000
+"""A longer text is refused: it would take days on a CPU, and one memory does not hold it."""
+# The work of one lesson, its writing and all its passes, in tokens of a forward pass.
+LESSON_TOKENS = 700
 # The lessons of an optimizer step.
 BATCH = 8
 # The window, in tokens, where none is given.
@@ -169,8 +176,9 @@ class SelfStudy:
         skipped_steps: steps that were not taken, for a loss or gradient that is not finite.
 
     Raises:
-        ValueError: for a text shorter than a passage, a window without room for one, a given
-            exchange longer than the model's positions, and settings without a learning rate.
+        ValueError: for a text shorter than a passage or of more than `MOST_PASSAGES`, a window
+            without room for one, a given exchange longer than the model's positions, and settings
+            without a learning rate.
     """
 
     def __init__(
@@ -212,6 +220,8 @@ class SelfStudy:
         # Made of the exchanges when all are written.
         self._lessons: list[Lesson] = []
         self._progress: list[_Progress] = []
+        # The lessons of the present pass that are left, in their order.
+        self._queue: deque[int] = deque()
         # How many tokens of each answer are learned next.
         self._reaches: dict[str, int] = {}
         self._given: str | None = None
@@ -220,6 +230,7 @@ class SelfStudy:
             check_window(self._host, window)
             text = tokenizer.decode(input_ids, skip_special_tokens=True)
             self._passages = split_passages(tokenizer, text)
+            _check_passages(len(self._passages))
         else:
             self._given = digest_exchanges(self.exchanges)
             self._check_lengths()
@@ -271,6 +282,8 @@ class SelfStudy:
         were dropped.
         """
         calibrate_empty(self._model, self._text[None])
+        if not self._blocks and not self._step:
+            self._announce()
         yield from self._write()
         if not self.kept:
             return
@@ -280,16 +293,31 @@ class SelfStudy:
             self._progress = [_Progress() for _ in self._lessons]
         yield from self._learn_all()
 
+    @torch.no_grad()
+    def _announce(self) -> None:
+        """Log about how long the study takes, by the time of a forward pass over the text."""
+        text = self._text[None]
+        began = time.perf_counter()
+        # On a GPU, reading a logit waits for the pass.
+        self._host.logits(text, 1, use_cache=False)[0, 0, 0].item()
+        seconds = (time.perf_counter() - began) / text.shape[1]
+        lessons = self.kept or len(self._passages) * self._count_questions()
+        minutes = math.ceil(lessons * LESSON_TOKENS * seconds / 60)
+        _logger.info("studies about %d exchanges; this takes about %d min", lessons, minutes)
+
+    def _count_questions(self) -> int:
+        """Return how many questions are wanted about each passage."""
+        if self._per_passage is not None:
+            return self._per_passage
+        return PER_PASSAGE if self._tells_apart(len(self._passages)) else 2 * PER_PASSAGE
+
     def _write(self) -> Iterator[StudyStep]:
         total = len(self._passages)
-        count = self._per_passage
-        if count is None:
-            count = PER_PASSAGE if self._tells_apart(total) else 2 * PER_PASSAGE
         blocks = write_exchanges(
             self._model,
             self._tokenizer,
             self._passages,
-            count,
+            self._count_questions(),
             seed=self._seed,
             first=self._blocks,
         )
@@ -430,16 +458,21 @@ class SelfStudy:
 
         They are of about one length, so that few rows are padded.
         """
-        order = list(range(len(self._lessons)))
-        random.Random(f"{self._seed} {number}").shuffle(order)
-        due = [index for index in order if self._progress[index].due == number]
-        examples = {index: self._encode(index) for index in due[:SORTED]}
+        if not self._queue:
+            order = list(range(len(self._lessons)))
+            random.Random(f"{self._seed} {number}").shuffle(order)
+            self._queue.extend(i for i in order if self._progress[i].due == number)
+        candidates = [self._queue.popleft() for _ in range(min(SORTED, len(self._queue)))]
+        examples = {index: self._encode(index) for index in candidates}
         lengths = {}
         for index, example in examples.items():
             lengths[index] = len(example.prompt) + len(example.answer)
-        middle = lengths[due[0]]
-        nearest = sorted(examples, key=lambda index: abs(lengths[index] - middle))
-        return {index: examples[index] for index in nearest[:BATCH]}
+        middle = lengths[candidates[0]]
+        nearest = sorted(candidates, key=lambda index: abs(lengths[index] - middle))
+        chosen = nearest[:BATCH]
+        left = [index for index in candidates if index not in chosen]
+        self._queue.extendleft(reversed(left))
+        return {index: examples[index] for index in chosen}
 
     def _encode(self, index: int) -> Example:
         """Return a lesson in its next wording."""
@@ -518,6 +551,7 @@ class SelfStudy:
             "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(astuple(progress)) for progress in self._progress],
+            "queue": list(self._queue),
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
@@ -536,11 +570,20 @@ class SelfStudy:
         """
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
         self._progress = [_Progress(*values) for values in state["progress"]]
+        self._queue = deque(state["queue"])
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
         apart = self._tells_apart(self._count_answers())
         with upper_layers_trained(self._model, apart):
             self._learner.load_state_dict(state["learner"])
+
+
+def _check_passages(passages: int) -> None:
+    """Raise a `ValueError` for more passages than a study can take."""
+    if passages > MOST_PASSAGES:
+        rule = f"text must have at most {MOST_PASSAGES:,} passages to be studied"
+        remedy = "study a part of it with max_tokens, or make a memory for each part"
+        raise ValueError(f"{rule}, got {passages:,}: {remedy}")
 
 
 def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
