@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class KnowledgeBench(Bench):
             scale = replace(scale, name=f"{scale.name}-choose")
         super().__init__(model, data, out, scale, device, dtype)
         self.options = options
+        # The perplexity of the unread text under the base, by the context of its windows.
+        self.score_base = cache(partial(self.score_unread, self.base))
         # By document and name: the rows that need a memory share its unit.
         self.memories: dict[tuple[str, str], Unit] = {}
 
@@ -84,11 +86,6 @@ class KnowledgeBench(Bench):
             return self.document(UNREAD_BOOK, self.scale.unread_tokens)
         except FileNotFoundError:
             return None
-
-    @cached_property
-    def unread_perplexity(self) -> float | None:
-        """The perplexity of the unread text under the base alone."""
-        return self.score_unread(self.base)
 
     def score_unread(self, model: nn.Module, context: str | None = None) -> float | None:
         """Return the perplexity of the unread text under a frozen model; None without the text."""

@@ -204,7 +204,8 @@ def _learn(
             exchanges=lessons,
             on_step=clock.note,
         )
-        shutil.copyfile(unit.memory / EXCHANGES, unit.path.with_suffix(LESSONS))
+        if (unit.memory / EXCHANGES).exists():
+            shutil.copyfile(unit.memory / EXCHANGES, unit.path.with_suffix(LESSONS))
         return record
     # Readings after the first go on in place; they are short, and begin again after a kill.
     place = Place(out=unit.memory, overwrite=True, title=document.title or document.name)
@@ -222,10 +223,13 @@ def _find_memory(unit: Unit) -> Path:
 
 
 def _find_lessons(unit: Unit) -> Path:
-    """Return the file of what a study wrote."""
+    """Return the file of what a study wrote; where it was not kept, it is studied again."""
     if _has_failed(unit):
         raise ValueError(f"{NOTHING}: the study before this one wrote nothing")
-    return unit.path.with_suffix(LESSONS)
+    file = unit.path.with_suffix(LESSONS)
+    if not file.exists():
+        unit.make()
+    return file
 
 
 def _has_failed(unit: Unit) -> bool:
@@ -257,7 +261,7 @@ def measure_side_effects(
     return {
         "own_answers_kl": measure_kl(model, bench.own_answers, references),
         "unread_perplexity": bench.score_unread(model, context),
-        "unread_base_perplexity": bench.unread_perplexity,
+        "unread_base_perplexity": bench.score_base(context),
     }
 
 
