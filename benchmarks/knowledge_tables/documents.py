@@ -11,7 +11,7 @@ from typing import Any
 from paper_tables.choices import Item
 
 from locas_peft import demo
-from locas_peft.asking import load_questions
+from locas_peft.asking import Question, load_questions
 from locas_peft.text import load_text
 
 from .bench import KnowledgeBench
@@ -132,28 +132,27 @@ def parse_choices(text: str, right: str) -> Item:
 
 
 def load_pages(bench: KnowledgeBench) -> list[Document]:
-    """Load the pages that have a file of questions: X.txt with X.jsonl."""
+    """Load the pages that have a file of questions, X.txt with X.jsonl, and the demo's page."""
     folders = bench.options.pages
-    if not folders:
-        folders = (Path(demo.__file__).parent, bench.data / "pages")
     documents: dict[str, Document] = {}
+    if not folders:
+        folders = (bench.data / "pages",)
+        page = demo.load_page()
+        documents["demo"] = _make_page("demo", page, demo.load_page_questions())
     for folder in folders:
         for file in sorted(folder.glob("*.jsonl")):
             page = file.with_suffix(".txt")
             if page.exists() and file.stem not in documents:
-                documents[file.stem] = _load_page(page, file)
+                documents[file.stem] = _make_page(file.stem, load_text(page), load_questions(file))
     if not documents:
         names = ", ".join(repr(str(folder)) for folder in folders)
         raise ValueError(f"--pages must hold X.txt with X.jsonl, got none in {names}: add one")
     return list(documents.values())
 
 
-def _load_page(page: Path, file: Path) -> Document:
-    text = load_text(page)
-    asked = []
-    for item in load_questions(file):
-        asked.append(Asked(item.question, item.answer, text, page.stem))
-    return Document(page.stem, text, tuple(asked), page.stem)
+def _make_page(name: str, text: str, questions: Sequence[Question]) -> Document:
+    asked = tuple(Asked(item.question, item.answer, text, name) for item in questions)
+    return Document(name, text, asked, name)
 
 
 def _load_part(bench: KnowledgeBench, name: str) -> list[tuple[int, dict[str, Any]]]:
