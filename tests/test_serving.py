@@ -52,7 +52,7 @@ def run_example(name: str, *arguments) -> dict:
 )
 def test_vllm_answers_each_request_with_its_memory(library):
     found = run_example("vllm_server.py", library)
-    assert found["prompts"] == 20 and found["removed"] and found["refused"]
+    assert found["prompts"] == found["renewed"] == 20 and found["removed"] and found["refused"]
     assert found["same"] == {"base": 20, "lighthouse": 20, "bee": 20}
     assert all(found["differ_from_base"][name] >= 10 for name in PAGES)
 

@@ -7,7 +7,8 @@
 vLLM runs in an environment of its own, without this package. `locas export` writes the base once and a LoRA adapter for
 each memory; the server loads an adapter when a request's `model` first names it. 20 questions are sent at once to the
 base and to each memory. Each answer is compared with the greedy one of transformers with the memory itself, token by
-token. At last the adapter of one memory is deleted, and unloaded, while the server runs.
+token. Then the adapter of one memory is replaced by another's, and at last deleted, while the server runs: the server
+answers with the former one until it is unloaded.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ def complete(url: str, model: str, prompt: list[int], max_tokens: int) -> list[i
     return json.loads(post(f"{url}/v1/completions", body))["choices"][0]["token_ids"]
 
 
+def unload(url: str, name: str) -> None:
+    """Have the server load a memory from its folder anew, at the next request."""
+    post(f"{url}/v1/unload_lora_adapter", {"lora_name": name})
+
+
 def is_unknown(url: str, model: str) -> bool:
     try:
         complete(url, model, [0], 1)
@@ -159,8 +165,13 @@ def main() -> None:
                     for name, number in questions
                 ]
             refused = is_unknown(url, "nobody")
-            shutil.rmtree(exported / "adapters" / names[0])
-            post(f"{url}/v1/unload_lora_adapter", {"lora_name": names[0]})
+            adapter = exported / "adapters" / names[0]
+            shutil.copytree(exported / "adapters" / names[1], adapter, dirs_exist_ok=True)
+            unload(url, names[0])
+            # The same prompts: what the server keeps of them is of the former memory.
+            replaced = [complete(url, names[0], ids, arguments.max_tokens) for ids in prompts]
+            shutil.rmtree(adapter)
+            unload(url, names[0])
             removed = is_unknown(url, names[0])
     given = {question: future.result() for question, future in zip(questions, asked, strict=True)}
 
@@ -180,10 +191,14 @@ def main() -> None:
             f"{name}: {same[name]} of {len(prompts)} answers as in transformers; {other[name]} differ from the base's"
         )
     print(f"a name of no memory was refused: {refused}")
+    renewed = sum(a == b for a, b in zip(replaced, expected[names[1]], strict=True))
+    print(
+        f"{names[0]} was replaced while the server ran: {renewed} of {len(prompts)} answers are new"
+    )
     print(f"{names[0]} was removed while the server ran: {removed}")
-    results = {"prompts": len(prompts), "same": same, "differ_from_base": other}
+    results = {"prompts": len(prompts), "same": same, "differ_from_base": other, "renewed": renewed}
     print(json.dumps({**results, "refused": refused, "removed": removed}))
-    all_same = all(count == len(prompts) for count in same.values())
+    all_same = all(count == len(prompts) for count in [*same.values(), renewed])
     sys.exit(not (refused and removed and all_same))
 
 
