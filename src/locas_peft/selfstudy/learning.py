@@ -551,7 +551,6 @@ class SelfStudy:
             "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(astuple(progress)) for progress in self._progress],
-            "queue": list(self._queue),
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
@@ -570,7 +569,8 @@ class SelfStudy:
         """
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
         self._progress = [_Progress(*values) for values in state["progress"]]
-        self._queue = deque(state["queue"])
+        # The rest of the pass follows from the progress.
+        self._queue.clear()
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
         apart = self._tells_apart(self._count_answers())
