@@ -67,17 +67,21 @@ def add_sources(
         memories: the folder of the memory that gave each answer; None for the base.
 
     Raises:
-        ValueError: the package bm25s is missing, or a text is no UTF-8.
+        ValueError: the package bm25s is missing, or a text is not UTF-8.
     """
-    texts: dict[Path, list[str]] = {}
+    # A text is split and indexed once for all of its questions.
+    asked: dict[Path, list[str]] = {}
+    for answer, memory in zip(answers, memories, strict=True):
+        if memory is not None and holds_text(memory):
+            asked.setdefault(Path(memory), []).append(answer.question.question)
+    sources = {}
+    for folder, questions in asked.items():
+        sentences = split_sentences(load_text(folder / TEXT))
+        sources[folder] = iter(_find_sources(model, tokenizer, sentences, questions))
     sourced = []
     for answer, memory in zip(answers, memories, strict=True):
-        source = None
-        if memory is not None and holds_text(memory):
-            folder = Path(memory)
-            if folder not in texts:
-                texts[folder] = split_sentences(load_text(folder / TEXT))
-            source = find_source(model, tokenizer, texts[folder], answer.question.question)
+        found = None if memory is None else sources.get(Path(memory))
+        source = None if found is None else next(found)
         sourced.append(replace(answer, source=source))
     return sourced
 
@@ -89,14 +93,26 @@ def find_source(
 
     The arguments and errors are those of `add_sources`.
     """
-    (scores,) = score_by_words([[sentence] for sentence in sentences], [question])
-    if not scores.max(initial=0.0):
-        return None
-    # Of equal scores, the earlier sentence comes first.
-    best = (-scores).argsort(kind="stable")[:CANDIDATES]
-    candidates = [sentences[number] for number in best]
-    nats = score_question(model, tokenizer, question, candidates, sentences[0])
-    return candidates[nats.index(min(nats))]
+    (source,) = _find_sources(model, tokenizer, sentences, [question])
+    return source
+
+
+def _find_sources(
+    model: nn.Module, tokenizer: Any, sentences: Sequence[str], questions: Sequence[str]
+) -> list[str | None]:
+    """Return for each question about a text what `find_source` does."""
+    sources: list[str | None] = []
+    all_scores = score_by_words([[sentence] for sentence in sentences], questions)
+    for question, scores in zip(questions, all_scores, strict=True):
+        if not scores.max(initial=0.0):
+            sources.append(None)
+            continue
+        # Of equal scores, the earlier sentence comes first.
+        best = (-scores).argsort(kind="stable")[:CANDIDATES]
+        candidates = [sentences[number] for number in best]
+        nats = score_question(model, tokenizer, question, candidates, sentences[0])
+        sources.append(candidates[nats.index(min(nats))])
+    return sources
 
 
 def score_question(
