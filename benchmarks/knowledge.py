@@ -11,21 +11,15 @@ tables of all results so far; other settings of a study have a page of their own
 """
 
 import argparse
-import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from knowledge_tables import fictional, pages, quality, squad, talks
 from knowledge_tables.bench import KnowledgeBench, Options
 from knowledge_tables.scales import FULL, QUICK, Scale
-
-from locas_peft.files import check_output_directory
-from locas_peft.processes import join_processes
+from paper_tables.command import add_run_options, running, write_page
 
 TABLES = {
     "squad": squad,
@@ -40,27 +34,21 @@ def fill_tables(bench: KnowledgeBench, names: Sequence[str]) -> None:
     """Make the results of tables, and after each of them write the page."""
     for name in names:
         TABLES[name].fill(bench)
-        write_page(bench, names)
+        write_tables(bench, names)
 
 
-def write_page(bench: KnowledgeBench, names: Sequence[str]) -> None:
-    """Write the Markdown page of all results so far, in the first process."""
-    if not join_processes().is_main_process:
-        return
-    parts = [f"# {bench.host}, scale {bench.scale.name}{bench.options.describe()}"]
+def write_tables(bench: KnowledgeBench, names: Sequence[str]) -> None:
+    """Write the Markdown page of all results so far."""
+    texts = {}
     for name, table in TABLES.items():
         try:
-            text = table.tabulate(bench)
+            texts[name] = table.tabulate(bench)
         except FileNotFoundError:
             # The data of a table that is not asked for need not be there.
             if name in names:
                 raise
-            continue
-        if text:
-            parts.append(f"## {name}\n\n{text}")
-    bench.page.parent.mkdir(parents=True, exist_ok=True)
-    bench.page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"tables: {bench.page}", flush=True)
+    title = f"{bench.host}, scale {bench.scale.name}{bench.options.describe()}"
+    write_page(bench.page, title, texts)
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -112,10 +100,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--lora-rate", type=float, help="the rate of LoRA's studies; the method's by default")
     add("--pages", type=Path, action="append", default=[], help="a folder of pages; repeatable")
     add("--forget", action="store_true", help="remove memories that no row needs any more")
-    add("--collect", action="store_true", help="measure nothing: write the page")
-    add("--device", default="auto")
-    add("--dtype", default="auto")
-    add("--threads", type=int, help="of torch; by default its own number")
+    add_run_options(parser)
     arguments = parser.parse_args(argv)
     arguments.tables = list(TABLES) if arguments.data == "all" else arguments.data.split(",")
     for name in arguments.tables:
@@ -144,11 +129,6 @@ def _parse_rows(
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    # PEFT asks transformers for a property that transformers has renamed.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
-    transformers.utils.logging.disable_progress_bar()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     options = Options(
         choose=arguments.choose,
         draw=arguments.draw,
@@ -158,8 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         pages=tuple(arguments.pages),
         forget=arguments.forget,
     )
-    try:
-        check_output_directory("--out", arguments.out)
+    with running("knowledge", arguments):
         bench = KnowledgeBench(
             arguments.model,
             arguments.folder,
@@ -170,13 +149,9 @@ def main(argv: list[str] | None = None) -> None:
             arguments.dtype,
         )
         if arguments.collect:
-            write_page(bench, ())
+            write_tables(bench, ())
         else:
             fill_tables(bench, arguments.tables)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        sys.exit(f"knowledge: {error}")
-    except KeyboardInterrupt:
-        sys.exit("knowledge: stopped; finished rows are kept, and the same command goes on")
 
 
 if __name__ == "__main__":

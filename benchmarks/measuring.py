@@ -238,10 +238,19 @@ def answer_briefly(
         encode_question(tokenizer, asked.question, SHORT_PROMPT, context)
         for asked, context in zip(questions, contexts, strict=True)
     ]
-    texts: dict[int, str] = {}
-    for batch, answers in answer_in_batches(model, tokenizer, prompts):
-        texts.update(zip(batch, answers, strict=True))
-    return [Answer(asked, texts[number]) for number, asked in enumerate(questions)]
+    texts = answer_prompts(model, tokenizer, prompts)
+    return [Answer(asked, text) for asked, text in zip(questions, texts, strict=True)]
+
+
+def answer_prompts(
+    model: nn.Module, tokenizer, prompts: Sequence[list[int]], **options: Any
+) -> list[str]:
+    """Answer prompts greedily, in their order; `options` are those of `answer_in_batches`."""
+    texts = [""] * len(prompts)
+    for numbers, answers in answer_in_batches(model, tokenizer, prompts, **options):
+        for number, answer in zip(numbers, answers, strict=True):
+            texts[number] = answer
+    return texts
 
 
 def is_exact(given: str, gold: str) -> bool:

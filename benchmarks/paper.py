@@ -12,19 +12,14 @@ The scale is "quick", an hour of two cores; "cpu", without a GPU; or "gpu".
 """
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
 
 import torch
-import transformers
 from paper_tables import baselines, gap, locomo, mmlu, pg19, sweep, timing
 from paper_tables.ablations import Init, Width
 from paper_tables.bench import Bench
+from paper_tables.command import add_run_options, running, write_page
 from paper_tables.scales import CPU, GPU, QUICK, SCALES, Scale
-
-from locas_peft.files import check_output_directory
-from locas_peft.processes import join_processes
 
 TABLES = {
     "sweep": sweep,
@@ -55,22 +50,14 @@ def fill_tables(bench: Bench, names: list[str]) -> None:
     """Make the results of tables, and after each of them write the page."""
     for name in names:
         TABLES[name].fill(bench)
-        write_page(bench)
+        write_tables(bench)
 
 
-def write_page(bench: Bench) -> None:
-    """Write the Markdown page of all results so far, in the first process."""
-    if not join_processes().is_main_process:
-        return
-    parts = [f"# {bench.host}, scale {bench.scale.name}"]
-    for name, table in TABLES.items():
-        text = table.tabulate(bench)
-        if text:
-            parts.append(f"## {name}\n\n{text}")
-    page = bench.folder.with_suffix(".md")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"tables: {page}", flush=True)
+def write_tables(bench: Bench) -> None:
+    """Write the Markdown page of all results so far."""
+    texts = {name: table.tabulate(bench) for name, table in TABLES.items()}
+    title = f"{bench.host}, scale {bench.scale.name}"
+    write_page(bench.folder.with_suffix(".md"), title, texts)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -85,10 +72,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the scale quick")
     parser.add_argument("--scale", choices=SCALES, help="in place of the device's own")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
-    parser.add_argument("--collect", action="store_true", help="measure nothing: write the page")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, help="of torch; by default its own number")
+    add_run_options(parser)
     arguments = parser.parse_args(argv)
     arguments.tables = arguments.table.split(",")
     if arguments.table == "all":
@@ -102,13 +86,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    # PEFT asks transformers for a property that transformers has renamed.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
-    transformers.utils.logging.disable_progress_bar()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    try:
-        check_output_directory("--out", arguments.out)
+    with running("paper", arguments):
         bench = Bench(
             arguments.model,
             arguments.data,
@@ -118,13 +96,9 @@ def main(argv: list[str] | None = None) -> None:
             arguments.dtype,
         )
         if arguments.collect:
-            write_page(bench)
+            write_tables(bench)
         else:
             fill_tables(bench, arguments.tables)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        sys.exit(f"paper: {error}")
-    except KeyboardInterrupt:
-        sys.exit("paper: stopped; finished rows are kept, and the same command goes on")
 
 
 if __name__ == "__main__":

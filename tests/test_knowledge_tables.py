@@ -239,9 +239,7 @@ def test_choices_are_split_by_their_letters(tables):
 
 
 def test_sentences_are_found_by_words(tables):
-    pool = tables.retrieval.split_sentences(
-        ["Ada sold it. Ben built a mill.\nCy left.", "Cy left."]
-    )
+    pool = tables.retrieval.list_sentences(["Ada sold it. Ben built a mill.\nCy left.", "Cy left."])
     assert pool == ["Ada sold it.", "Ben built a mill.", "Cy left."]
     found = tables.retrieval.FINDERS["bm25"](["Who built the mill?"], pool, 2)
     assert found[0][0] == "Ben built a mill." and len(found[0]) == 2

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import measuring
 from measuring import make_table
 from paper_tables.baselines import PrefixModel
 from torch import nn
 
-from locas_peft.asking import SHORT_PROMPT, answer_in_batches, encode_question
+from locas_peft.asking import SHORT_PROMPT, encode_question
 from locas_peft.asking.prompts import SENTENCE_PROMPT
 from locas_peft.evaluation import Unit
 from locas_peft.evaluation.intervals import Interval
@@ -73,12 +74,7 @@ def answer_prompts(
     """Answer prompts greedily, in their order; of each answer the first line counts."""
     if isinstance(model, PrefixModel):
         return answer_after_prefix(model, tokenizer, prompts, most_tokens)
-    texts = [""] * len(prompts)
-    batches = answer_in_batches(model, tokenizer, prompts, max_new_tokens=most_tokens)
-    for numbers, answers in batches:
-        for number, answer in zip(numbers, answers, strict=True):
-            texts[number] = answer
-    return texts
+    return measuring.answer_prompts(model, tokenizer, prompts, max_new_tokens=most_tokens)
 
 
 def asked_units(

@@ -19,7 +19,7 @@ __all__ = ["KnowledgeBench", "Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is told.
+    """The options of a run.
 
     Args:
         choose: whether the passages are those that settings are chosen on.

@@ -1,14 +1,12 @@
 """The texts that are learned, and what is asked about each: SQuAD, fictional passages, stories, pages."""
 
-import json
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paper_tables.choices import Item
+from paper_tables.choices import Item, draw, load_lines
 
 from locas_peft import demo
 from locas_peft.asking import Question, load_questions
@@ -79,10 +77,10 @@ def load_squad(bench: KnowledgeBench, count: int, questions: int) -> list[Docume
         if len(unique) >= questions:
             candidates.append((number, record, unique))
     documents = []
-    for number, record, unique in _draw(candidates, count, bench.options.draw):
+    for number, record, unique in draw(candidates, count, bench.options.draw):
         text = f"{record['title']}\n{record['context']}"
         asked = []
-        for question in _draw(list(unique), questions, number):
+        for question in draw(list(unique), questions, number):
             asked.append(Asked(question, unique[question], text, record["title"]))
         documents.append(Document(f"squad-{number:04d}", text, tuple(asked), record["title"]))
     return documents
@@ -100,7 +98,7 @@ def join_documents(documents: Sequence[Document], name: str) -> Document:
 def load_fictional(bench: KnowledgeBench) -> list[Document]:
     """Draw fictional passages with their probes."""
     documents = []
-    drawn = _draw(_load_part(bench, "fictional"), bench.scale.passages, bench.options.draw)
+    drawn = draw(_load_part(bench, "fictional"), bench.scale.passages, bench.options.draw)
     for number, record in drawn:
         probes = []
         for kind in KINDS:
@@ -165,11 +163,4 @@ def _load_part(bench: KnowledgeBench, name: str) -> list[tuple[int, dict[str, An
 def _load_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         raise FileNotFoundError(f"--folder must hold {file.name}, got no {str(file)!r}: add it")
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _draw(items: list[Any], count: int, seed: int) -> list[Any]:
-    """Draw so many items by a seed, in their order; all where there are no more."""
-    numbers = random.Random(seed).sample(range(len(items)), min(count, len(items)))
-    return [items[number] for number in sorted(numbers)]
+    return load_lines(file)

@@ -62,7 +62,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     """Return sum(numerators) / sum(denominators) with a 95% bootstrap interval over the pairs.
 
     A share of a gap has the gains as numerators and the gaps as denominators; a mean has ones, or
-    the sizes of groups. It is nan where the denominators sum to 0 or less: there is no gap.
+    the sizes of groups. The result is nan where the denominators sum to 0 or less, for want of a gap.
     """
     pairs = np.array([numerators, denominators], dtype=np.float64)
     count = pairs.shape[1]

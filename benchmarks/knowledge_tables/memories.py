@@ -16,6 +16,7 @@ from locas_peft.evaluation import Unit
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.selfstudy import load_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import Place, ReadSettings, StudySettings, complete, read, study
 from locas_peft.text import digest_ids, tokenize
 from locas_settings.adapter import SHAPE
@@ -35,10 +36,8 @@ __all__ = [
     "opened",
 ]
 
-EXCHANGES = "exchanges.jsonl"
-"""The file in a memory's folder with what its study wrote."""
 LESSONS = ".lessons"
-"""The suffix of its copy beside the result, which stays when the memory is removed."""
+"""The suffix of the copy of a study's exchanges, which stays when the memory is removed."""
 NOTHING = "nothing was studied"
 """How the error of a study begins that found nothing to teach."""
 LORA_WIDTH = 16

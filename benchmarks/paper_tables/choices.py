@@ -22,10 +22,12 @@ from locas_peft.model import CausalLM
 
 __all__ = [
     "Item",
+    "draw",
     "find_pairs",
     "find_right_choices",
     "find_right_letters",
     "load_items",
+    "load_lines",
     "load_mmlu",
     "load_pairs",
     "make_letter_prompts",
@@ -53,21 +55,21 @@ def load_mmlu(file: Path, questions: int | None = None, seed: int = 0) -> list[I
         questions: so many of each subject are drawn by the seed; None for all.
     """
     subjects: dict[str, list[Item]] = {}
-    for line in _read_lines(file):
+    for line in load_lines(file):
         item = Item(line["question"], tuple(line["choices"]), line["answer"], line["subject"])
         subjects.setdefault(item.subject, []).append(item)
     items = []
     for subject in sorted(subjects):
-        items += _draw(subjects[subject], questions, seed)
+        items += draw(subjects[subject], questions, seed)
     return items
 
 
 def load_items(file: Path, questions: int | None = None, seed: int = 0) -> list[Item]:
     """Load questions of ARC, PIQA or OpenBookQA: JSON lines with `query`, `choices`, `gold`."""
     items = []
-    for line in _read_lines(file):
+    for line in load_lines(file):
         items.append(Item(line["query"], tuple(line["choices"]), line["gold"]))
-    return _draw(items, questions, seed)
+    return draw(items, questions, seed)
 
 
 def load_pairs(archive: Path, pairs: int) -> list[dict[str, str]]:
@@ -81,13 +83,15 @@ def load_pairs(archive: Path, pairs: int) -> list[dict[str, str]]:
     return loaded
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    lines = file.read_text(encoding="utf-8").splitlines()
+def load_lines(file: Path) -> list[dict[str, Any]]:
+    """Load the objects of a JSON Lines file."""
+    # Not splitlines: a text may have other characters that end a line.
+    lines = file.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 
 
-def _draw(items: list[Item], count: int | None, seed: int) -> list[Item]:
-    """Draw so many items, in their order."""
+def draw(items: list[Any], count: int | None, seed: int) -> list[Any]:
+    """Draw so many items by a seed, in their order; all where there are no more."""
     if count is None or count >= len(items):
         return items
     chosen = random.Random(seed).sample(range(len(items)), count)
