@@ -25,7 +25,7 @@ pytestmark = [
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
     ),
 ]
-# A gated FFN in a module of its own, and a flat one in the decoder layer.
+# llama's FFN is gated and a module. opt has two layers without a module around them.
 GATED_AND_FLAT = ["llama", pytest.param("opt", marks=pytest.mark.slow)]
 FAMILIES = [
     *GATED_AND_FLAT,

@@ -108,7 +108,7 @@ def _split_block(block: str, language: str) -> list[str]:
     encodable = block.encode("utf-8", "replace").decode("utf-8")
     boundaries = sentencex.get_sentence_boundaries(language, encodable)
     ends = [boundary["end_index"] for boundary in boundaries]
-    # The number of an item is no sentence.
+    # The number of an item of a list does not stand alone.
     ends = [end for end in ends if end > start]
     return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
 
