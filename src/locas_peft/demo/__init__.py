@@ -82,8 +82,9 @@ def teach_page(
 
     A memory there is replaced. `base` is restored at the end.
     """
-    input_ids = tokenize(tokenizer, load_page())
-    place = Place(out=out, overwrite=True, title="lighthouse.txt")
+    page = load_page()
+    input_ids = tokenize(tokenizer, page)
+    place = Place(out=out, overwrite=True, title="lighthouse.txt", kept_text=page)
     show = follow_steps(progress, settings.method, len(input_ids))
     return study(base, tokenizer, input_ids, settings, place, exchanges=exchanges, on_step=show)
 
