@@ -96,6 +96,11 @@ def place_discriminants(
     """
     name, _, layers = _find_trained(model)
     count = max(passages) + 1
+    # Batches of about one length have few padding tokens.
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    rows = [rows[number] for number in order]
+    counts = [counts[number] for number in order]
+    passages = [passages[number] for number in order]
     owners = torch.tensor(passages).repeat_interleave(torch.tensor(counts))
     inputs = _list_inputs(model, layers, rows, counts, pad)
     for number, (layer, layer_inputs) in enumerate(zip(layers, inputs, strict=True)):
