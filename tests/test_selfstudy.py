@@ -14,7 +14,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from locas_peft import text
+from locas_peft import backbone, text
 from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.bases import loading
@@ -1007,3 +1007,23 @@ def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(
     with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
     assert not (tmp_path / "new").exists()
+
+
+def test_another_model_writes_the_questions(loaded, input_ids, keeps_all, tmp_path):
+    writer, writer_tokenizer = loading.load_base(backbone.MLP_NAME, device="cpu")
+    passages = split_passages(loaded[1], PAGE)
+    blocks = list(writing.write_exchanges(writer, writer_tokenizer, passages, 2))
+    written = [exchange for block in blocks for exchange in block.exchanges]
+    own_blocks = list(writing.write_exchanges(*loaded, passages, 2))
+    assert written != [exchange for block in own_blocks for exchange in block.exchanges]
+
+    settings = settings_of(writer=backbone.MLP_NAME)
+    record = learn(loaded, input_ids, settings, out=tmp_path / "memory")
+
+    assert load_exchanges(tmp_path / "memory" / EXCHANGES) == written
+    assert record.settings.writer == backbone.MLP_NAME
+
+
+def test_a_writer_and_given_exchanges_exclude_each_other(loaded, input_ids):
+    with pytest.raises(ValueError, match="got exchanges too: leave one of them out"):
+        learn(loaded, input_ids, settings_of(writer="smollm2"), exchanges=GIVEN)

@@ -32,6 +32,12 @@ class StudySettings(AdapterSettings):
             help="the most times that each exchange is learned; 4, or more for few, by default."
         ),
     ] = None
+    writer: Annotated[
+        str | None,
+        Parameter(
+            help="another model, which writes the questions: a folder, hub name or GGUF file."
+        ),
+    ] = None
 
     CHECKS: ClassVar[dict[str, Check]] = {
         **AdapterSettings.CHECKS,

@@ -44,6 +44,7 @@ _OF_EVERY_METHOD = {
     "warmup_steps",
     "exchanges",
     "passes",
+    "writer",
 }
 
 Settings = TypeVar("Settings", ReadSettings, StudySettings)

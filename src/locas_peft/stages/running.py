@@ -335,6 +335,9 @@ def open_study(
 ) -> Iterator[StageRun]:
     """Open a study for the duration of the context; arguments and errors are those of `study`."""
     settings = complete(settings, base)
+    if settings.writer is not None and exchanges is not None:
+        rule = "writer writes questions about the text, got exchanges too"
+        raise ValueError(f"{rule}: leave one of them out")
     input_ids = _check_text(input_ids, settings)
     expected = _describe_expected("study", settings, input_ids)
     expected["given"] = exchanges is not None
