@@ -24,7 +24,7 @@ from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
 BLOCK = 32
-"""How many passages' exchanges are written together: a step of decoding costs little more for more."""
+"""How many passages' exchanges are written together. A batch of more rows costs little more."""
 ROUNDS = 4
 _TEMPERATURE = 0.7
 # A question's next token is drawn from so many: from the whole vocabulary takes as long as the
