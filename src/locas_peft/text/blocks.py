@@ -314,7 +314,9 @@ def _check_kind(block: Block) -> str:
     elif block.kind == "record":
         is_kind = bool(split_records(lines))
     elif block.kind == "list":
-        is_kind = items > 1
+        # Lines of prose, such as those after a formula, can begin with a number and a bracket.
+        loose = sum(not (_ITEM.match(line) or _INDENTED.match(line)) for line in lines)
+        is_kind = items > 1 and loose <= items
     elif block.kind == "faq":
         pairs = split_pairs(block.lines)
         is_kind = 2 * sum(bool(answer) for _, answer in pairs) >= len(pairs)
