@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", help="a folder, a name on the hub, or smollm2")
     parser.add_argument("--data", type=Path, required=True, help="squad.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="the folder of rows and memories")
-    parser.add_argument("--tokens", type=int, default=5_000, help="of the document, at most")
+    parser.add_argument("--tokens", type=int, default=5_000, help="of the document, about")
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--questions", type=int, default=2, help="about each passage, at most")
     parser.add_argument("--seed", type=int, default=0)
