@@ -208,9 +208,13 @@ def test_notes_with_colons_are_no_dialogue(loaded):
 
 def test_a_statement_with_a_date_between_turns_is_kept(loaded):
     story = "On 5 May 2023 the brother of Ann died at the sea."
-    talk = f"Ann: Hello to you, my dear old friend.\n{story}\nAnn: I miss him more than I can say."
+    talk = (
+        f"Ann: Hello to you, my dear old friend.\nBen: Who of you has died at the sea?\n{story}\n"
+        "Ann: I miss him more than I can say."
+    )
     assert texts_of(split_passages(loaded[1], talk, 64)) == [
         'Ann said: "Hello to you, my dear old friend."',
+        'Ben said: "Who of you has died at the sea?"',
         story,
         'Ann said: "I miss him more than I can say." on 5 May 2023.',
     ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from ..model import CausalLM, count_positions
+from ..text import is_code
 from .prompts import find_pad_token
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "continue_texts",
     "draw",
     "first_line",
+    "first_statement",
     "pad_left",
     "share_prefixes",
 ]
@@ -321,7 +323,9 @@ def answer_in_batches(
     batch_size: int = 16,
     known: Iterable[int] = (),
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Answer prompts greedily; yield each batch's indices, and the first line of each answer.
+    """Answer prompts greedily; yield each batch's indices, and the beginning of each answer.
+
+    See `first_statement`.
 
     The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and
     values of a beginning that all prompts share, such as a dialogue before its questions, are
@@ -342,7 +346,7 @@ def answer_in_batches(
         groups = [(shared, range(len(batch)))] if shared >= LEAST_SHARED else []
         rows = [prompts[number] for number in batch]
         texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
-        yield batch, [first_line(text) for text in texts]
+        yield batch, [first_statement(text) for text in texts]
 
 
 def check_room(
@@ -372,3 +376,12 @@ def first_line(text: str) -> str:
         if line.strip():
             return line.strip()
     return ""
+
+
+def first_statement(text: str) -> str:
+    """Return an answer that is code, from its first line on, else the first line of an answer."""
+    first = first_line(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if is_code([first]) and is_code(lines):
+        return text.strip()
+    return first

@@ -27,8 +27,9 @@ from ..ttt.active import calibrate_empty
 from ..ttt.learner import Learner
 from ..tuner import evaluating, trained_parameters
 from .discriminants import can_tell_apart, place_discriminants, upper_layers_trained
-from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
+from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
+from .passages import Passage, split_passages
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]

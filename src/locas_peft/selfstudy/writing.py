@@ -19,7 +19,8 @@ from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixe
 from ..asking.prompts import WRITE_PROMPT, decode_after, list_stops
 from ..model.causal_lm import CausalLM
 from ..tuner import adapters_disabled, evaluating
-from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
+from .exchanges import Exchange
+from .passages import LONGEST_PASSAGE, REPORTED, Passage
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
