@@ -320,7 +320,8 @@ def interrupt():
 
 
 def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
+    # Not os.kill, which ends the process on Windows.
+    signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -1535,7 +1536,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
     package.mkdir()
     (package / "__init__.py").write_text(
-        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
+        f"import signal\ntry:\n    signal.raise_signal({int(number)})\nexcept BaseException:\n    raise ImportError\n"
     )
     path = [str(tmp_path), str(Path(cli.__file__).parents[1])]
     # A shell starts what runs in its background with SIGINT ignored.

@@ -171,7 +171,8 @@ def find_kept(kind: str, name: str) -> Path | None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value by `format_json` (UTF-8), replacing the file in one step."""
     with staged_file(path) as temporary:
-        temporary.write_text(format_json(value) + "\n", encoding="utf-8")
+        # The same bytes on every system.
+        temporary.write_text(format_json(value) + "\n", encoding="utf-8", newline="\n")
 
 
 def load_json(path: str | Path) -> Any:
@@ -229,7 +230,7 @@ def parse_json_lines(
 ) -> Iterator[tuple[int, T | None]]:
     """Yield the number of each line that is not blank, and what `parse` makes of its JSON value.
 
-    Numbers begin at 1.     None stands for a broken line: one that is not JSON, or whose value
+    Numbers begin at 1. None stands for a broken line: one that is not JSON, or whose value
     `parse` cannot use. `parse` is given an object, and raises a ValueError, TypeError or KeyError
     for one that lacks something.
     """

@@ -240,6 +240,11 @@ class Library:
             )
         forgotten = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
+            if os.name != "nt":
+                os.rename(folder, forgotten)
+        # Windows renames no folder in which a file, such as the lock, is open. It therefore also
+        # refuses a folder that another process has begun to use since.
+        if os.name == "nt":
             os.rename(folder, forgotten)
         while forgotten.exists():
             # A process that opens the library deletes it too.

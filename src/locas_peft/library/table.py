@@ -440,7 +440,7 @@ class _Tally:
             if rows:
                 content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 with staged_file(file) as temporary:
-                    temporary.write_text(content, encoding="utf-8")
+                    temporary.write_text(content, encoding="utf-8", newline="\n")
             else:
                 file.unlink(missing_ok=True)
         return rows

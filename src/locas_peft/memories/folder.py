@@ -149,7 +149,7 @@ def save_memory(
                 (folder / adapter_name).rmdir()
             if is_memory:
                 seal_tensor_file(folder)
-            (folder / CARD).write_text(card, encoding="utf-8")
+            (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
             if add_files is not None:
                 add_files(folder)
     finally:

@@ -117,16 +117,15 @@ def seal_tensor_file(folder: str | Path) -> None:
     path = find_tensor_file(folder)
     if path is None or path.suffix != ".safetensors":
         return
-    tensors, metadata = load_tensors(path)
-    layers, _ = split_tensors(tensors)
-    if not layers:
+    sealed = _make_metadata(path)
+    if sealed is None:
         return
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         data = file.read()
     # Sorted, since safetensors itself writes the keys in a random order.
-    header["__metadata__"] = dict(sorted({**metadata, DIGEST: digest(tensors)}.items()))
+    header["__metadata__"] = dict(sorted(sealed.items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     # The tensors stay aligned.
     text += b" " * (-len(text) % 8)
@@ -136,8 +135,20 @@ def seal_tensor_file(folder: str | Path) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             file.write(data)
         shutil.copymode(path, temporary)
-        # A rename, where the system can replace a file by one.
-        shutil.move(temporary, path)
+        os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def _make_metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a memory's file with the digest; None for another adapter's file.
+
+    The tensors are views of the file. They are released here, since Windows replaces no file that
+    has views.
+    """
+    tensors, metadata = load_tensors(path)
+    layers, _ = split_tensors(tensors)
+    if not layers:
+        return None
+    return {**metadata, DIGEST: digest(tensors)}

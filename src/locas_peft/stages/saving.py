@@ -70,9 +70,9 @@ def save_stages(
         if exchanges:
             save_exchanges(folder / EXCHANGES, exchanges)
         if sample is not None:
-            (folder / SAMPLE).write_text(sample, encoding="utf-8")
+            (folder / SAMPLE).write_text(sample, encoding="utf-8", newline="\n")
         if kept_text is not None:
-            (folder / TEXT).write_text(kept_text, encoding="utf-8")
+            (folder / TEXT).write_text(kept_text, encoding="utf-8", newline="\n")
 
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
