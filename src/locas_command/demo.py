@@ -117,7 +117,7 @@ def _read_reference(
     from locas_peft import backbone
     from locas_peft import demo as page
     from locas_peft.model import count_positions
-    from locas_peft.stages import Place, complete_all, open_reading
+    from locas_peft.stages import Place, ReadRecord, complete_all, open_reading
     from locas_peft.text import python_reference
 
     from .running import follow_run, show_readings
@@ -143,6 +143,7 @@ def _read_reference(
         with opened as run:
             follow_run(run, method_settings, len(input_ids), stderr)
             reading = run.finish()
+        assert isinstance(reading, ReadRecord)
         readings.append(reading)
         stdout.print(f"{method}: perplexity {reading.perplexity:.2f}, {reading.seconds:.0f} s")
     show_readings(readings, stdout, stderr, REFERENCE)

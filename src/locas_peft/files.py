@@ -222,7 +222,7 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
         raise ValueError(f"{rule}, got something else in line {shown}: correct or delete {them}")
     if not parsed:
         raise ValueError(f"{name} must be one a line, got none in {str(path)!r}: add one")
-    return [value for _, value in parsed]
+    return [value for _, value in parsed if value is not None]
 
 
 def parse_json_lines(

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -78,7 +79,7 @@ def _describe_damage(path: str, error: Exception) -> str:
     return f"{path} is truncated or not a safetensors file ({reason}): copy or save it again."
 
 
-def _check_dense(path: str, tensors: object) -> None:
+def _check_dense(path: str, tensors: Any) -> None:
     by_name = isinstance(tensors, dict) and all(isinstance(key, str) for key in tensors)
     if not by_name:
         raise ValueError(
