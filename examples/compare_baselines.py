@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.bases import load_base
-from locas_peft.evaluation.metrics import Perplexity
+from locas_peft.evaluation.metrics import Perplexity  # a metric of `evaluate`
 from locas_peft.text import python_reference, tokenize
 
 RATES = {"none": None, "lora": 1e-3, "locas": 4e-3}
@@ -54,7 +54,7 @@ def read(index: int, method: str) -> list:
 for method in RATES:
     with accelerator.split_between_processes(list(range(len(documents)))) as share:
         chunks = gather_object([chunk for index in share for chunk in read(index, method)])
-    metric = Perplexity()  # a metric of `evaluate`
-    metric.add_batch([chunk.nll_nats for chunk in chunks], [chunk.tokens for chunk in chunks])
-    accelerator.print(method, metric.compute())
+    nll_nats = [chunk.nll_nats for chunk in chunks]
+    tokens = [chunk.tokens for chunk in chunks]
+    accelerator.print(method, Perplexity().compute(predictions=nll_nats, references=tokens))
 accelerator.end_training()

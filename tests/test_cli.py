@@ -167,7 +167,7 @@ def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, 
     if settings is ReadSettings:
         tables |= {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
     for option, choices in tables.items():
-        described = text.partition(f"{option} STR ")[2].partition(" --")[0]
+        described = text.partition(f" {option} ")[2].partition(" --")[0]
         assert set(choices) <= set(re.findall(r"[\w-]+", described)), option
     assert set(METHODS) >= set(demo_command.METHODS)
 
