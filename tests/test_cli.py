@@ -167,7 +167,7 @@ def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, 
     if settings is ReadSettings:
         tables |= {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
     for option, choices in tables.items():
-        described = text.partition(f"{option} STR ")[2].partition(" --")[0]
+        described = text.partition(f" {option} ")[2].partition(" --")[0]
         assert set(choices) <= set(re.findall(r"[\w-]+", described)), option
     assert set(METHODS) >= set(demo_command.METHODS)
 
@@ -320,7 +320,8 @@ def interrupt():
 
 
 def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
+    # Not os.kill, which ends the process on Windows.
+    signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,6 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
 REFUSALS = [
     ("reed text.txt", 'Unknown command "reed". Did you mean "read"?'),
     ("read", "give either a TEXT or --manifest, one of the two: see --help"),
-    ("study", "give either a TEXT or --manifest, one of the two: see --help"),
     (
         "read text.txt --win 3",
         "Unknown option: --win. Did you mean --window?: see locas read --help",
@@ -376,23 +376,13 @@ REFUSALS = [
         "--out must name a folder for what locas-glu learns, got none: add --out DIR",
     ),
     ("read text.txt --out text.txt", "--out must be a folder, got "),
-    ("read text.txt --out link", "--out must be a folder, got "),
     (
         "read text.txt --out ''",
         "Invalid value for --out: must name a path, got an empty text: see locas read",
     ),
     (
-        "read text.txt --out=",
-        "Invalid value for --out: must name a path, got an empty text: see locas read ",
-    ),
-    (
         "read none.txt --out m",
         "text must be an existing file, got 'none.txt': check the path, or give - to read ",
-    ),
-    ("read short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
-    (
-        "read text.txt --out m --model ./no",
-        "model must be an existing folder or a name on the hub, got './no': ",
     ),
     (
         "read text.txt --out m --json no/r.json",
@@ -403,16 +393,8 @@ REFUSALS = [
         "--resume and --overwrite exclude each other: continue, or ",
     ),
     (
-        "read text.txt --out m --window 4096",
-        "window must be within the model's 2048 positions, got 4096: lower ",
-    ),
-    (
         "read text.txt --out m --layers top",
         "Invalid value for --layers: must be upper, or indices separated by ",
-    ),
-    (
-        "read text.txt --out m --layers 5,6",
-        "--layers must lie below 6, the layers of Qwen3ForCausalLM",
     ),
     (
         "read text.txt --out m --lr -1",
@@ -421,10 +403,6 @@ REFUSALS = [
     (
         "read learning_rate --out m",
         "text must be an existing file, got 'learning_rate': check the path, or give - ",
-    ),
-    (
-        "read text.txt --out m --epsilon 0.1",
-        "epsilon has no meaning for the method 'locas-glu', got 0.1: leave ",
     ),
     ("read text.txt --out m --r many", "Invalid value for --r: unable to convert "),
     (
@@ -448,20 +426,8 @@ REFUSALS = [
         "Unknown option: --stride",
     ),
     (
-        "study text.txt --out m --method none",
-        "a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say",
-    ),
-    (
         "eval perplexity text.txt --method none,none",
         "--method must name each once, got 'none,none': drop the ",
-    ),
-    (
-        "eval perplexity text.txt --method none,lora --init random",
-        "init has no meaning for the methods none, lora: ",
-    ),
-    (
-        "merge memory --out m --pad-to-multiple-of 100000000000",
-        "--pad-to-multiple-of must be from 1 to 65536, got 1000",
     ),
     (
         "demo --seed 9999999999999999999999",
@@ -470,10 +436,6 @@ REFUSALS = [
     ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
     ("generate a\udcff --memory memory", "PROMPT must be valid UTF-8, got 'a\\udcff': "),
     (
-        "generate Once --memory none",
-        "memory must be a folder that holds a memory, got 'none', no folder: make one ",
-    ),
-    (
         "generate Once --memory memory --max-new-tokens 2048",
         "prompt and --max-new-tokens must fit the model's 2048 ",
     ),
@@ -481,10 +443,6 @@ REFUSALS = [
     (
         "chat --memory memory",
         "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
-    ),
-    (
-        "study text.txt --out m --passes 0",
-        "passes must be at least 1, got 0: raise it",
     ),
     (
         "ask Who? --memory memory --max-new-tokens 2048",
@@ -503,11 +461,6 @@ REFUSALS = [
         "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with ",
     ),
     (
-        "ask --questions none.jsonl --memory memory",
-        "'none.jsonl' cannot be read or written (No such file or ",
-    ),
-    ("ask Who? --without-memory --model cut.gguf", "model 'cut.gguf' cannot be loaded ("),
-    (
         "ask Who? --without-memory --model none.gguf",
         "model must be an existing file, got 'none.gguf': ",
     ),
@@ -525,10 +478,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch.setitem(
         gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent")
     )
-    monkeypatch.setattr(files, "cached_assets_path", lambda **names: tmp_path / "assets")
-    (tmp_path / "short.txt").write_text("a")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
-    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "memory").symlink_to(memory)
     before = names(tmp_path)
     assert refused(run, *shlex.split(command)).startswith(message)
@@ -539,23 +488,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     ("command", "message"),
     [
         ("study text.txt --out m --exchanges 0", "exchanges must be at least 1, got 0: raise it"),
-        ("study text.txt --out m --lr 0", "--lr must be a number above 0, got 0.0: "),
-        ("study text.txt --out m --layers 3,3", "--layers must be 'upper' or a list of different"),
-        ("study text.txt --out m --max-slot-norm -1", "--max-slot-norm must be 0 or a finite "),
         (
             "study text.txt --out m --exchanges-file bad.jsonl",
             "each line of 'bad.jsonl' must be a JSON object with the texts `question` and `answer`",
         ),
-        ("study text.txt --out m --exchanges-file no.jsonl", "'no.jsonl' cannot be read or "),
-        ("study text.txt --out m --method lora --init topk", "init has no meaning for the method "),
-        ("read text.txt --out m --lr nan", "--lr must be a number above 0, got nan: "),
         ("read text.txt --out m --layers 1,1", "--layers must be 'upper' or a list of different"),
         ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
-        ("read text.txt --out m --slots-per-chunk 0", "--slots-per-chunk must be at least 1, got"),
-        (
-            "read text.txt --out m --epsilon 1",
-            "epsilon has no meaning for the method 'locas-glu'",
-        ),
         ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
         (
             "eval perplexity text.txt --method lora --scaling 2",
@@ -1527,7 +1465,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
     package.mkdir()
     (package / "__init__.py").write_text(
-        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
+        f"import signal\ntry:\n    signal.raise_signal({int(number)})\nexcept BaseException:\n    raise ImportError\n"
     )
     path = [str(tmp_path), str(Path(cli.__file__).parents[1])]
     # A shell starts what runs in its background with SIGINT ignored.

@@ -350,7 +350,7 @@ class _Page:
             shown = _show_progress(job, self._model.jobs_before(job))
             can_stop = visitor.is_reading and not job.stop.is_set()
         details = [gr.skip(), gr.skip()]
-        if state not in (None, before):
+        if job is not None and state != before:
             details = [_plot(job), _show_exchanges(job)]
         return [
             state,

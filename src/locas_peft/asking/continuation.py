@@ -288,9 +288,6 @@ def continue_texts(
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    def show(rows: list[list[int]]) -> None:
-        on_text(decode(rows))
-
     stops = config.eos_token_id
     if stops is None:
         stops = []
@@ -300,6 +297,13 @@ def continue_texts(
     if temperature:
         generator = torch.Generator(host.device).manual_seed(seed)
         choose = draw(temperature, generator, config)
+    on_token: Callable[[list[list[int]]], None] | None = None
+    if on_text is not None:
+
+        def show(rows: list[list[int]]) -> None:
+            on_text(decode(rows))
+
+        on_token = show
     pad = find_pad_token(tokenizer)
     inputs = begin_rows(host, prompts, pad=pad, new_tokens=max_new_tokens, **options)
     rows = continue_inputs(
@@ -309,7 +313,7 @@ def continue_texts(
         stops=stops,
         choose=choose,
         adapters=adapters,
-        on_token=None if on_text is None else show,
+        on_token=on_token,
     )
     return decode(rows)
 

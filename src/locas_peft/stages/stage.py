@@ -224,12 +224,15 @@ def separates(settings: StudySettings) -> bool:
 def make_trainer(model: nn.Module, settings: ReadSettings) -> TestTimeTrainer:
     """Return the trainer of a reading with complete settings, and with the method's steps."""
     writers = METHODS[settings.method].make_writers(settings, model)
+    loop = training_settings(settings)
     steps = list(writers)
     if settings.anchor:
-        tokens = max(min(settings.stride, ANCHOR_TOKENS), 2)
+        # Complete settings have both or none.
+        assert settings.anchor_every is not None
+        tokens = max(min(loop.stride, ANCHOR_TOKENS), 2)
         texts = OwnText(model, tokens=tokens, seed=settings.seed)
         steps.append(Anchor(texts, weight=settings.anchor, every=settings.anchor_every))
     # The mean of two maps that were written is neither map: they may have other slots.
     if settings.readings > 1 and not writers:
         steps.append(MeanOfReadings())
-    return TestTimeTrainer(model, training_settings(settings), steps=steps)
+    return TestTimeTrainer(model, loop, steps=steps)
