@@ -65,7 +65,7 @@ def load_shape(shape: str, dtype: str = "auto", device: str = "auto") -> PreTrai
 
     Args:
         shape: a name in `SHAPES`.
-        dtype: a name in `locas_peft.loading.DTYPES`; "auto" is bfloat16 on a GPU and float32 elsewhere.
+        dtype: a name in `locas_peft.bases.placing.DTYPES`; "auto" is bfloat16 on a GPU and float32 elsewhere.
         device: a torch device, or "auto".
     """
     torch_device = choose_device(device)

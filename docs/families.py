@@ -320,42 +320,64 @@ def describe(error: Exception) -> str:
 # ---------------------------------------------------------------------------------------------- the page
 
 
+# A part of an error, and what the page says for it.
+REASONS = {
+    "has no FFN of a known structure": "no FFN of a known structure",
+    "mixtures of experts of an unknown structure": "experts of an unknown structure",
+    "computes something other than": "the FFN computes something else than its parts say",
+    "do not add up to a constant": "routing weights that do not add up to a constant",
+    "beside a mixture of experts cannot be exported": "a mixture of experts has no LoRA",
+    "no field of": "no field of the config holds the new width",
+    "not tried, no tiny model": "not tried: no tiny model could be made",
+}
+
+
 def write_page(rows: Iterable[Row]) -> str:
+    """Return the page: a line for all families that have the same FFN, steps and reasons."""
     rows = list(rows)
     tried = [row for row in rows if row.steps]
     added = [row for row in tried if row.steps["adds"] == "yes"]
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "peft", "torch")
     )
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault(describe_group(row), []).append(row.family)
     lines = [
         "# Families of models",
         "",
-        f"`python docs/families.py` writes this page ({versions}). It makes a tiny model of each family of",
-        "`AutoModelForCausalLM`, with random weights, and compares its outputs after each step.",
-        "",
+        f"`python docs/families.py` writes this page ({versions}). It makes a tiny model of each",
+        "family of `AutoModelForCausalLM`, with random weights, and compares its outputs after each step.",
         f"Of {len(rows)} families {len(tried)} were tried, and {len(added)} can have a memory.",
         "",
-        "- **FFN**: what the memory stands beside. A mixture of experts is one FFN.",
-        "- **adds**: a memory is added, changes no output while it is fresh, is calibrated, and changes the output when it has",
-        "  values.",
-        "- **saves, loads**: `save_pretrained`, then `PeftModel.from_pretrained` on a new base gives the same outputs.",
+        "- **adds**: a memory is added and calibrated. While it is fresh it changes no output; with values it does.",
+        "- **saves, loads**: a saved memory gives the same outputs on a new base.",
         "- **merges**: `merge_adapter` gives the same outputs, and `unmerge_adapter` the former bits.",
-        "- **exports**: as a LoRA on a wider base (`locas export`).",
-        "- **checkpoint**: `merge_and_unload`, then `save_pretrained` gives a checkpoint that stock transformers loads.",
+        "- **exports**: as a LoRA on a wider base (`locas export`) it gives the same outputs.",
+        "- **checkpoint**: the merged model, saved, is a checkpoint that stock transformers loads.",
         "",
-        "Where a step says *no*, it ends with the error below before anything changes.",
+        "A step that says *no* ends with an error of one line before anything changes. In Python,",
+        "[`ffn_parts`](howto/ffn.md) names the parts of an FFN that is not found.",
         "",
-        "| family | FFN | " + " | ".join(STEPS) + " |",
-        "|---" * (len(STEPS) + 2) + "|",
+        "| families | FFN | " + " | ".join(STEPS) + " | why not |",
+        "|---" * (len(STEPS) + 3) + "|",
     ]
-    for row in tried:
-        cells = [row.steps.get(step, "") for step in STEPS]
-        lines.append(f"| {row.family} | {row.ffns} | " + " | ".join(cells) + " |")
-    lines += ["", "## Why not", ""]
-    for row in rows:
-        if row.reasons:
-            lines.append(f"- **{row.family}**: " + "; ".join(map(escape, row.reasons)))
+    for group, families in sorted(groups.items(), key=lambda item: -len(item[1])):
+        cells = " | ".join(group)
+        lines.append(f"| {', '.join(families)} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def describe_group(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row of the page: the FFN, each step, and the reasons in short."""
+    text = "; ".join(row.reasons)
+    reasons = [reason for part, reason in REASONS.items() if part in text]
+    if row.reasons and not reasons:
+        reasons = [escape(text)]
+    if any(step == "FAULT" for step in row.steps.values()):
+        reasons = [escape(text)]
+    steps = [row.steps.get(step, "") for step in STEPS]
+    return (row.ffns, *steps, "; ".join(reasons))
 
 
 def escape(text: str) -> str:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 OWN_PAGES = [
     DOCS / "index.md",
-    *sorted((DOCS / "ideas").glob("*.md")),
+    *sorted((DOCS / "concepts").glob("*.md")),
     *sorted((DOCS / "howto").glob("*.md")),
 ]
 READ_PAGES = [
@@ -91,7 +91,7 @@ def test_every_public_name_is_documented():
 
 
 def test_a_notebook_has_a_cell_for_each_block_that_runs():
-    page = "Text, [more](ideas/study.md).\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n"
+    page = "Text, [more](concepts/study.md).\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n"
     page += '```bash title="not run"\nserve\n```\n'
     cells = notebook.to_notebook(page)["cells"]
     assert [(cell["cell_type"], cell["source"]) for cell in cells] == [

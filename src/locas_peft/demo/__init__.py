@@ -8,9 +8,10 @@ from ..bases.gguf import PACKAGES, is_installed
 from .comparison import Comparison
 from .pages import COMPARED, PAGE, PAGES, join_pages, load_page, load_page_questions
 from .reading import PagesRead, read_pages
-from .studying import Asked, PageStudied, study_page
+from .studying import ASKED, Asked, PageStudied, study_page
 
 __all__ = [
+    "ASKED",
     "CHAT_MODEL",
     "COMPARED",
     "INSTALL",
