@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from ..model import CausalLM, count_positions
+from ..model import CausalLM, count_positions, find_cache
 from ..text import is_code
 from .prompts import find_pad_token
 
@@ -133,7 +133,7 @@ def _compute_prefixes(
     key = tuple(map(tuple, shared))
     cache = None if caches is None else caches.get(key)
     if cache is None:
-        cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
+        cache = find_cache(host.outputs(count=1, use_cache=True, **prefixes))
     if caches is None:
         return cache
     caches[key] = cache
@@ -201,7 +201,7 @@ def continue_inputs(
         ]
         if not indices:
             break
-        cache = getattr(outputs, "past_key_values", None)
+        cache = find_cache(outputs)
         inputs = _follow(inputs, tokens, cache)
         # Rows that have ended leave when they are half of the batch: each time, the keys and values
         # are copied.
