@@ -7,6 +7,8 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft.asking import continue_rows
+from locas_peft.model import CausalLM
 
 base, tokenizer = backbone.load()
 tokens = torch.tensor(tokenizer("The lamp on the rock was lit by an old man. " * 20)["input_ids"])
@@ -31,6 +33,13 @@ torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=0)
 assert not torch.allclose(logits(loaded), logits(backbone.load()[0]), atol=1e-2), (
     "the memory changes nothing"
 )
+# The continuation with the cache is that of transformers.
+prompt = tokens[None, :32]
+generated = loaded.generate(input_ids=prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
+host = CausalLM(loaded, cpu_attention=False)
+(continued,) = continue_rows(host, prompt.tolist(), 8, pad=0)
+assert host.can_cache()
+assert continued == generated[0, 32:].tolist(), "the continuation is another one"
 merged = loaded.merge_and_unload()
 torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 merged.save_pretrained("merged")

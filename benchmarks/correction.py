@@ -12,6 +12,13 @@ question.
 A text contradicts what the base knows: eight countries get another capital. The memory is asked with its output
 rescaled by several factors. The other facts are the capitals of eight countries that the text does not name.
 
+    python benchmarks/correction.py --pairs --out benchmarks/results/correction.json
+
+Twenty facts are contradicted later in other words (`corrections.jsonl`). A memory studies all earlier facts as one text,
+and goes on with the later ones as another. The model writes the questions of both. Before and after, the memory is asked
+about each fact: an answer has the later value, the old one, or neither. The memories are beside the results, so that a
+run that was stopped goes on.
+
 Questions are in wordings that were not studied. "Nats" are those of the old values, a token, as answers in a few
 words: a corrected memory should find them as unlikely as the base does.
 """
@@ -21,6 +28,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,13 +44,16 @@ from locas_peft.asking import (
     Question,
     encode_answer,
     encode_question,
+    is_right,
 )
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
-from locas_peft.files import load_json, write_json
+from locas_peft.files import load_json, load_json_lines, write_json
 from locas_peft.library import Library, LibraryAnswerer
+from locas_peft.memories import memory_attached
 from locas_peft.selfstudy import Exchange
-from locas_peft.stages import StudySettings
+from locas_peft.stages import Place, StudySettings, study
+from locas_peft.text import tokenize
 
 CHANGED = {0: TOWNS, 3: PETS}
 """By a fact's number in a biography: where its new value is drawn from."""
@@ -75,6 +86,19 @@ CAPITAL_WORDINGS = (
 )
 CAPITAL_ASKED = "Can you tell me the name of the capital city of {}?"
 FACTORS = (0.5, 1.0, 1.5, 2.0)
+PAIRS = Path(__file__).with_name("corrections.jsonl")
+"""Facts, and later statements that contradict them in other words."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A fact, a later statement, a question, and the words that only one of the two has."""
+
+    earlier: str
+    later: str
+    question: str
+    old: str
+    new: str
 
 
 def change(
@@ -216,6 +240,60 @@ def measure_capitals(base, tokenizer, seed: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def load_corrections(file: Path = PAIRS) -> list[Correction]:
+    return load_json_lines(file, lambda row: Correction(**row), "corrections", "a fact and another")
+
+
+def measure_pairs(
+    base, tokenizer, corrections: list[Correction], settings: StudySettings, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Study all facts and then the later ones, in memories in a folder; return the answers of each memory."""
+    rows = {"the base": sort_answers(base, tokenizer, corrections)}
+    start = None
+    for label, field in (("before", "earlier"), ("goes on", "later")):
+        text = "\n".join(getattr(correction, field) for correction in corrections)
+        memory = folder / field
+        place = Place(out=memory, checkpoint_dir=folder / f"{field}.unfinished", resume=True)
+        began = time.process_time()
+        study(base, tokenizer, tokenize(tokenizer, text), settings, place, start=start)
+        seconds = time.process_time() - began
+        with memory_attached(base, memory) as model:
+            rows[label] = sort_answers(model, tokenizer, corrections) | {"cpu_seconds": seconds}
+        print(label, rows[label], flush=True)
+        start = memory
+    return rows
+
+
+def sort_answers(model, tokenizer, corrections: list[Correction]) -> dict[str, Any]:
+    """Ask about each fact; return how many answers have the later value, the old one, and neither.
+
+    An answer with both values has the later one: it says what changed.
+    """
+    questions = [Question(correction.question) for correction in corrections]
+    counts = {"later": 0, "old": 0, "neither": 0}
+    texts = []
+    for correction, answer in zip(
+        corrections, Answerer(model, tokenizer).answer(questions), strict=True
+    ):
+        kind = "neither"
+        if is_right(answer.text, correction.new):
+            kind = "later"
+        elif is_right(answer.text, correction.old):
+            kind = "old"
+        counts[kind] += 1
+        texts.append(answer.text)
+    return counts | {"asked": len(texts), "answers": texts}
+
+
+def tabulate_pairs(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a row a memory."""
+    table = []
+    for label, row in rows.items():
+        shares = [f"{row[kind]} of {row['asked']}" for kind in ("later", "old", "neither")]
+        table.append([label, *shares, f"{row.get('cpu_seconds', 0):.0f}"])
+    return make_table(["memory", "later fact", "old fact", "neither", "processor s"], table)
+
+
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a way to correct."""
     table = []
@@ -235,6 +313,9 @@ def main() -> None:
     parser.add_argument(
         "--capitals", action="store_true", help="a text that contradicts what the base knows"
     )
+    parser.add_argument(
+        "--pairs", action="store_true", help="facts that are contradicted in other words"
+    )
     parser.add_argument("--passes", type=int, help="as for locas study; not with --capitals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("correction.json"))
@@ -246,6 +327,13 @@ def main() -> None:
         if arguments.out.exists()
         else {"machine": describe_machine(base.device)}
     )
+    if arguments.pairs:
+        settings = StudySettings(seed=arguments.seed, passes=arguments.passes)
+        folder = arguments.out.with_suffix(".memories")
+        rows = measure_pairs(base, tokenizer, load_corrections(), settings, folder)
+        write_json(arguments.out, results | {"pairs": rows})
+        print(tabulate_pairs(rows))
+        return
     if arguments.capitals:
         kind, rows = "capitals", measure_capitals(base, tokenizer, arguments.seed)
     else:

@@ -114,7 +114,7 @@ def load_page(tokenizer, name: str) -> Page:
     """Load the demo's page, or one of the folder `pages`."""
     if name == DEMO:
         return Page(tokenizer, demo.load_page(), demo.load_page_questions())
-    path = Path(__file__).parent / "pages" / name
+    path = demo.PAGES / name
     return Page(
         tokenizer, load_text(path.with_suffix(".txt")), load_questions(path.with_suffix(".jsonl"))
     )

@@ -17,14 +17,13 @@ import json
 import statistics
 import time
 from os.path import commonprefix
-from pathlib import Path
 
 import torch
 from measuring import describe_machine, make_table, wait
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
 
-from locas_peft import LocasConfig, calibrate
+from locas_peft import LocasConfig, calibrate, demo
 from locas_peft.asking import encode_question
 from locas_peft.asking.continuation import begin_rows, pad_left
 from locas_peft.asking.prompts import encode_answer
@@ -41,7 +40,7 @@ Row = tuple[list[int], list[int]]
 
 def make_rows(tokenizer, page: str) -> list[Row]:
     """Return a lesson for each of a page's first sentences, about its first words."""
-    text = " ".join(load_text(Path(__file__).parent / "pages" / f"{page}.txt").split())
+    text = " ".join(load_text(demo.PAGES / f"{page}.txt").split())
     sentences = [each.strip() + "." for each in text.split(". ") if len(each.split()) > 5]
     questions = [
         f"What does the text say about {' '.join(each.split()[2:5])}?" for each in sentences

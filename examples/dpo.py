@@ -6,7 +6,6 @@ python examples/dpo.py --model Qwen/Qwen3-0.6B
 """
 
 import argparse
-import tempfile
 
 import torch
 from datasets import Dataset
@@ -18,6 +17,7 @@ from locas_peft.bases import load_base
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", default="smollm2", help="a chat model, by folder or hub name")
 parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--out", default="memory", help="the memory's folder")
 arguments = parser.parse_args()
 
 CAPITALS = {
@@ -26,37 +26,32 @@ CAPITALS = {
     "Ireland": "Dublin", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi", "Norway": "Oslo", "Peru": "Lima",
     "Poland": "Warsaw", "Portugal": "Lisbon", "Spain": "Madrid", "Sweden": "Stockholm",
 }  # fmt: skip
-pairs = [
-    {
-        "prompt": [{"role": "user", "content": f"What is the capital of {country}?"}],
-        "chosen": [{"role": "assistant", "content": f"{city}!"}],
-        "rejected": [{"role": "assistant", "content": f"The capital of {country} is {city}."}],
-    }
-    for country, city in CAPITALS.items()
-]
+pairs = []
+for country, city in CAPITALS.items():
+    question = {"role": "user", "content": f"What is the capital of {country}?"}
+    short = {"role": "assistant", "content": f"{city}!"}
+    long = {"role": "assistant", "content": f"The capital of {country} is {city}."}
+    pairs.append({"prompt": [question], "chosen": [short], "rejected": [long]})
 
 base, tokenizer = load_base(arguments.model)
-with tempfile.TemporaryDirectory() as folder:
-    trainer = DPOTrainer(
-        base,
-        args=DPOConfig(
-            folder,
-            max_steps=arguments.steps,
-            per_device_train_batch_size=4,
-            learning_rate=5e-4,
-            bf16=torch.cuda.is_available(),
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-        ),
-        train_dataset=Dataset.from_list(pairs[4:]),
-        eval_dataset=Dataset.from_list(pairs[:4]),
-        processing_class=tokenizer,
-        peft_config=LocasConfig(r=32),
-    )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-
-for name, found in (("before", before), ("after", after)):
-    print(f"reward margin on unseen pairs {name}: {found['eval_rewards/margins']:.3f}")
+trainer = DPOTrainer(
+    base,
+    args=DPOConfig(
+        arguments.out,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=4,
+        learning_rate=5e-4,
+        bf16=torch.cuda.is_available(),
+        save_strategy="no",
+    ),
+    train_dataset=Dataset.from_list(pairs[4:]),
+    eval_dataset=Dataset.from_list(pairs[:4]),
+    processing_class=tokenizer,
+    peft_config=LocasConfig(r=32),
+)
+before = trainer.evaluate()
+trainer.train()
+after = trainer.evaluate()
+trainer.save_model()
+print(f"reward margin on unseen pairs before: {before['eval_rewards/margins']:.3f}")
+print(f"reward margin on unseen pairs after: {after['eval_rewards/margins']:.3f}")

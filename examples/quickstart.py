@@ -11,8 +11,6 @@ uv run examples/quickstart.py       # makes an environment of its own
 python examples/quickstart.py       # where locas_peft is installed
 """
 
-import tempfile
-
 import torch
 from peft import PeftModel, get_peft_model
 
@@ -28,20 +26,20 @@ for chunk in trainer.read(tokens):  # each chunk is scored, then learned
     if chunk.index % 8 == 0:
         print(f"{chunk.stop:5,} tokens read, perplexity so far {trainer.perplexity:.2f}")
 
-with tempfile.TemporaryDirectory() as folder:
-    model.save_pretrained(folder)
-    loaded = PeftModel.from_pretrained(backbone.load()[0], folder).eval()
+model.save_pretrained("memory")
+loaded = PeftModel.from_pretrained(backbone.load()[0], "memory").eval()
 
 
-def perplexity_of_end() -> float:
+def score_end() -> float:
+    """Return the perplexity of the last 1,000 tokens."""
     end = tokens[None, -1_000:]
     with torch.no_grad():
         return loaded(input_ids=end, labels=end).loss.exp().item()
 
 
-with_memory = perplexity_of_end()
+with_memory = score_end()
 with loaded.disable_adapter():
-    without = perplexity_of_end()
+    without = score_end()
 print(
     f"the last 1,000 tokens: perplexity {without:.2f} without the memory, {with_memory:.2f} with it"
 )

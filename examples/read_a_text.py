@@ -1,63 +1,54 @@
 """Let a model read a text once, save what it learned, load it elsewhere, and merge it for good.
 
-python examples/read_a_text.py                                   # the embedded backbone, a minute on a CPU
+python examples/read_a_text.py                                   # the embedded model, a minute on a CPU
 python examples/read_a_text.py --text book.txt --model Qwen/Qwen3-0.6B-Base
 """
 
 import argparse
-import tempfile
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft.bases import load_base
 from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--text", help="a UTF-8 file; the Python language reference if left out")
-parser.add_argument(
-    "--model", help="a causal language model, by folder or hub name; the embedded one if left out"
-)
+parser.add_argument("--model", default=backbone.NAME, help="a folder or a name on the hub")
 parser.add_argument("--tokens", type=int, default=30_000)
+parser.add_argument("--out", default="memory", help="the memory's folder")
 arguments = parser.parse_args()
 
-
-def load_base():
-    if arguments.model is None:
-        return backbone.load()[0]
-    return AutoModelForCausalLM.from_pretrained(arguments.model)
-
-
-tokenizer = (
-    backbone.load()[1]
-    if arguments.model is None
-    else AutoTokenizer.from_pretrained(arguments.model)
-)
+base, tokenizer = load_base(arguments.model)
 text = load_text(arguments.text) if arguments.text else python_reference()
-tokens = tokenize(
-    tokenizer, unwrap(text) if arguments.model is None else text, max_tokens=arguments.tokens
-)
-passage = tokens[-2000:].unsqueeze(0)
+if backbone.is_embedded(arguments.model):
+    # It was trained on paragraphs without line breaks.
+    text = unwrap(text)
+tokens = tokenize(tokenizer, text, max_tokens=arguments.tokens)
 
 
-def perplexity_of_passage(model) -> float:
+def score_end(model: torch.nn.Module) -> float:
+    """Return the perplexity of the last 2,000 tokens."""
+    end = tokens[None, -2000:].to(model.device)
     with torch.no_grad():
-        return model(input_ids=passage, labels=passage).loss.exp().item()
+        return model(input_ids=end, labels=end).loss.exp().item()
 
 
-print(f"before reading: {perplexity_of_passage(load_base()):.2f}")
+print(f"before reading: {score_end(base):.2f}")
 
-model = get_peft_model(load_base(), LocasConfig(r=64))
+model = get_peft_model(base, LocasConfig(r=64))
 trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, context="cache")
 for chunk in trainer.read(tokens):
     if chunk.index % 20 == 0:
         print(f"{chunk.stop:6,} tokens read, perplexity so far {trainer.perplexity:.2f}")
+model.save_pretrained(arguments.out)
 
-with tempfile.TemporaryDirectory() as folder:
-    model.save_pretrained(f"{folder}/memory")
-    loaded = PeftModel.from_pretrained(load_base(), f"{folder}/memory")
-    print(f"loaded memory:  {perplexity_of_passage(loaded):.2f}")
-    loaded.merge_and_unload().save_pretrained(f"{folder}/merged")
-    plain = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=torch.float32)
-    print(f"merged, plain:  {perplexity_of_passage(plain):.2f}")
+fresh_base, _ = load_base(arguments.model)
+loaded = PeftModel.from_pretrained(fresh_base, arguments.out)
+print(f"loaded memory:  {score_end(loaded):.2f}")
+merged = f"{arguments.out}-merged"
+loaded.merge_and_unload().save_pretrained(merged)
+plain = AutoModelForCausalLM.from_pretrained(merged, dtype=base.dtype, device_map=base.device)
+print(f"merged, plain:  {score_end(plain):.2f}")

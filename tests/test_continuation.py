@@ -15,7 +15,7 @@ from locas_peft.asking import (
     draw,
     share_prefixes,
 )
-from locas_peft.asking.continuation import first_line
+from locas_peft.asking.continuation import first_line, first_statement
 from locas_peft.model import CausalLM
 
 
@@ -220,3 +220,7 @@ def test_prompts_without_room_are_one_line():
 def test_an_answer_ends_with_its_line():
     assert first_line("\n  in May \nand more") == "in May"
     assert first_line(" \n ") == ""
+    code = "def fare(stop):\n    return stop.fare * 3"
+    assert first_statement(f"\n{code}\n") == code
+    assert first_statement("In May.\nx = 3\ny = 4") == "In May."
+    assert first_statement(" \n ") == ""

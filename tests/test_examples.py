@@ -88,3 +88,10 @@ def test_the_quick_start_declares_what_it_imports():
         f'requires-python = "{re.search(r"requires-python = .(.+).$", PROJECT, re.MULTILINE)[1]}"'
         in block
     )
+
+
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+)
+def test_an_example_is_short(example):
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 60

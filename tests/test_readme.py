@@ -9,6 +9,7 @@ import pytest
 
 import locas_peft
 from locas_command import program as cli
+from locas_peft import backbone
 from locas_peft.bases.gguf import is_installed
 from locas_peft.demo import INSTALL
 
@@ -54,11 +55,15 @@ def test_commands_of_the_table_exist():
 
 def test_files_of_the_tree_exist():
     tree = re.search(r"```\n(src/locas_peft/.*?)```", README, flags=re.DOTALL)[1]
+    inside = ROOT
     for line in tree.splitlines():
         names = re.split(r"\s{2,}", line.strip())[0]
+        # An indented line names what is in the folder above it.
+        is_indented = line.startswith("  ")
         for name in names.split(", "):
-            folder = ROOT / "src" / "locas_peft" if line.startswith("  ") else ROOT
-            assert (folder / name).exists(), name
+            assert ((inside if is_indented else ROOT) / name).exists(), name
+        if not is_indented:
+            inside = ROOT / names
 
 
 def test_public_names_exist():
@@ -84,17 +89,27 @@ def test_the_example_prints_what_it_says(tmp_path):
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
+SHORT = {
+    "dpo.py": "--steps 4",
+    "grpo.py": "--steps 1",
+    "library.py": f"--model {backbone.NAME}",
+    "quickstart.py": "",
+    "sft_trainer.py": "--steps 3",
+    "study_a_page.py": "--text page.txt",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
 )
 def test_examples_run(example, tmp_path):
-    steps = {"sft_trainer.py": "3", "grpo.py": "2", "dpo.py": "4"}
-    short = ("--steps", steps[example.name]) if example.name in steps else ("--tokens", "4000")
-    if example.name in ("grpo.py", "dpo.py") and not is_installed("smollm2"):
+    if "smollm2" in example.read_text() and not is_installed("smollm2"):
         pytest.skip(f"SmolLM2 is not installed: {INSTALL}")
-    output = run(str(example), *short, folder=tmp_path)
+    (tmp_path / "page.txt").write_text("The ferry Havorn is repaired in Bergen until May.")
+    output = run(str(example), *SHORT.get(example.name, "--tokens 4000").split(), folder=tmp_path)
     assert output
+    assert any(tmp_path.rglob("adapter_model.safetensors"))
     if example.name == "dpo.py":
         before, after = (
             float(number)
@@ -102,6 +117,4 @@ def test_examples_run(example, tmp_path):
         )
         assert before == 0.0 < after  # a fresh memory changes nothing: its model is the reference
     if example.name == "grpo.py":
-        assert re.search(
-            r"^first 1 steps: .* KL divergence from the reference 0.0000$", output, re.MULTILINE
-        )
+        assert "kl: 0.0000 in the first steps" in output

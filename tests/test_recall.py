@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from locas_peft import backbone, demo
+from locas_peft import backbone
 from locas_peft.asking import (
     Answer,
     Answerer,
@@ -15,10 +15,6 @@ from locas_peft.asking import (
     load_questions,
 )
 from locas_peft.asking import answers as answers_module
-from locas_peft.selfstudy import Exchange
-from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
-from locas_peft.stages import StudySettings, complete, load_records
-from locas_peft.text import digest_ids, tokenize
 
 
 @pytest.mark.parametrize(
@@ -152,54 +148,3 @@ def test_the_oldest_turns_are_left_out_and_a_message_that_does_not_fit_is_refuse
         ValueError, match="^message and max_new_tokens must fit the model's 2048 positions, got "
     ):
         answerer.reply([[message]])
-
-
-def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves():
-    page, questions = demo.load_page(), demo.load_page_questions()
-    assert len(questions) == len({question.question for question in questions}) == 20
-    for question in questions:
-        assert is_right(page, question.answer) and not is_right(
-            question.question, question.answer
-        ), question
-
-
-def test_the_page_is_studied_whole_and_the_base_is_as_before(tmp_path):
-    model, tokenizer = backbone.load()
-    settings = complete(StudySettings(r=4, anchor=0.0), model)
-    lines = []
-
-    def progress(description, total):
-        lines.append([description, total, 0])
-
-        def advance(steps, note=""):
-            lines[-1][2] += steps
-
-        return advance
-
-    names = [name for name, _ in model.named_modules()]
-    given = [Exchange("Who?", "Elias Thorne")]
-    record = demo.teach_page(
-        model, tokenizer, settings, given, tmp_path / "memory", progress=progress
-    )
-    assert record.text_sha256 == digest_ids(tokenize(tokenizer, demo.load_page()))
-    assert record.kept == 1 and record.steps <= 2 * LEAST_STEPS * BATCH
-    assert load_records(tmp_path / "memory") == [record]
-    # One lesson fills no batch: it is learned as often as fills the least number of steps.
-    assert lines == [["learn", 2 * LEAST_STEPS, 2 * LEAST_STEPS]]
-    assert names == [name for name, _ in model.named_modules()]
-    assert (tmp_path / "memory" / "exchanges.jsonl").exists()
-
-
-def test_each_method_of_the_demo_has_a_line_and_a_row():
-    question = Question("Who?", "Anna")
-    answers = [Answer(question, "Anna"), Answer(question, "Ben")]
-    recalls = [demo.Recall("none", answers[1:] * 2), demo.Recall(demo.IN_CONTEXT, answers)]
-    assert [demo.describe_recall(recalled) for recalled in recalls] == [
-        "none (no memory): 0 of 2 right",
-        "in-context (the page before each question): 1 of 2 right",
-    ]
-    assert demo.describe(recalls[1]) == {
-        "method": "in-context",
-        "recall_right": 1,
-        "recall_asked": 2,
-    }

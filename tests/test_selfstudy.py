@@ -14,7 +14,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from locas_peft import text
+from locas_peft import backbone, text
 from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.bases import loading
@@ -208,9 +208,13 @@ def test_notes_with_colons_are_no_dialogue(loaded):
 
 def test_a_statement_with_a_date_between_turns_is_kept(loaded):
     story = "On 5 May 2023 the brother of Ann died at the sea."
-    talk = f"Ann: Hello to you, my dear old friend.\n{story}\nAnn: I miss him more than I can say."
+    talk = (
+        f"Ann: Hello to you, my dear old friend.\nBen: Who of you has died at the sea?\n{story}\n"
+        "Ann: I miss him more than I can say."
+    )
     assert texts_of(split_passages(loaded[1], talk, 64)) == [
         'Ann said: "Hello to you, my dear old friend."',
+        'Ben said: "Who of you has died at the sea?"',
         story,
         'Ann said: "I miss him more than I can say." on 5 May 2023.',
     ]
@@ -1007,3 +1011,23 @@ def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(
     with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
     assert not (tmp_path / "new").exists()
+
+
+def test_another_model_writes_the_questions(loaded, input_ids, keeps_all, tmp_path):
+    writer, writer_tokenizer = loading.load_base(backbone.MLP_NAME, device="cpu")
+    passages = split_passages(loaded[1], PAGE)
+    blocks = list(writing.write_exchanges(writer, writer_tokenizer, passages, 2))
+    written = [exchange for block in blocks for exchange in block.exchanges]
+    own_blocks = list(writing.write_exchanges(*loaded, passages, 2))
+    assert written != [exchange for block in own_blocks for exchange in block.exchanges]
+
+    settings = settings_of(writer=backbone.MLP_NAME)
+    record = learn(loaded, input_ids, settings, out=tmp_path / "memory")
+
+    assert load_exchanges(tmp_path / "memory" / EXCHANGES) == written
+    assert record.settings.writer == backbone.MLP_NAME
+
+
+def test_a_writer_and_given_exchanges_exclude_each_other(loaded, input_ids):
+    with pytest.raises(ValueError, match="got exchanges too: leave one of them out"):
+        learn(loaded, input_ids, settings_of(writer="smollm2"), exchanges=GIVEN)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from locas_peft import demo
 from locas_peft.bases.gguf import is_installed
 
 ROOT = Path(__file__).parents[1]
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 PAGES = {
-    "lighthouse": (ROOT / "src" / "locas_peft" / "demo", 8),
-    "bee": (ROOT / "benchmarks" / "pages", 16),
+    "lighthouse": (demo.PAGES, 8),
+    "bee": (demo.PAGES, 16),
 }
 pytestmark = [
     pytest.mark.slow,

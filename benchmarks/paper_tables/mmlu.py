@@ -24,7 +24,8 @@ __all__ = ["fill", "tabulate"]
 BOOK = LONG_BOOKS[0]
 ANCHOR = 0.3
 PROBES = ("arc_challenge", "piqa", "openbook_qa")
-SETS = ("mmlu", "mmlu-5-shot", *PROBES, "blimp")
+FEW_SHOT = "mmlu-5-shot"
+SETS = ("mmlu", FEW_SHOT, *PROBES, "blimp")
 PAPER_NOTE = (
     "The paper, Qwen3-1.7B-Base, all of MMLU after a whole book: none 60.4, TempLoRA 59.8 (-0.6), "
     "Locas 60.2 (-0.2); of r=512 59.2 (-1.2) and 60.3 (-0.1)."
@@ -95,7 +96,7 @@ def compare_answers(bench: Bench) -> Measure:
 
 MEASURES: dict[str, Callable[[Bench], Measure]] = {
     "mmlu": partial(ask_letters, with_examples=False),
-    "mmlu-5-shot": partial(ask_letters, with_examples=True),
+    FEW_SHOT: partial(ask_letters, with_examples=True),
 }
 MEASURES |= {name: partial(ask_choices, name=name) for name in PROBES}
 MEASURES |= {"blimp": ask_pairs, "unread": read_unread, "own-answers": compare_answers}
@@ -113,6 +114,8 @@ def _list_units(bench: Bench, row: Row) -> dict[str, Unit]:
     slug = bench.name_file(row)
     units = {}
     for name, prepare in MEASURES.items():
+        if name == FEW_SHOT and not bench.scale.few_shot:
+            continue
         about = {"row": slug, "measure": name, "book": BOOK, "tokens": bench.scale.memory_tokens}
         if row is NONE:
             about = {"row": slug, "measure": name}

@@ -23,6 +23,7 @@ class Scale:
         seeds: of the table init.
         memory_tokens: of the book that a memory has read before MMLU.
         questions: of each of MMLU's subjects; None for all.
+        few_shot: whether MMLU is also asked with five examples, which takes longest.
         probes: questions of each of the three other sets.
         pairs: of each of BLiMP's paradigms.
         unread_tokens: of the book that is not read.
@@ -45,6 +46,7 @@ class Scale:
     seeds: int
     memory_tokens: int
     questions: int | None
+    few_shot: bool
     probes: int
     pairs: int
     unread_tokens: int
@@ -73,6 +75,7 @@ QUICK = Scale(
     seeds=1,
     memory_tokens=4_096,
     questions=2,
+    few_shot=False,
     probes=20,
     pairs=2,
     unread_tokens=2_048,
@@ -94,6 +97,7 @@ CPU = Scale(
     seeds=3,
     memory_tokens=50_176,
     questions=20,
+    few_shot=True,
     probes=200,
     pairs=10,
     unread_tokens=8_192,
@@ -115,6 +119,7 @@ GPU = Scale(
     seeds=3,
     memory_tokens=200_704,
     questions=None,
+    few_shot=True,
     probes=200,
     pairs=100,
     unread_tokens=50_176,

@@ -73,7 +73,7 @@ def generate(
     else:
         ids = encode_beginning(loaded.tokenizer, prompt)
     check_room(loaded.model, ids, max_new_tokens, "prompt", "--max-new-tokens")
-    options = {"temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed}
     with adapted.disable_adapter():
         (without,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
     (with_memory,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
@@ -116,7 +116,7 @@ def ask(
         raise ValueError(
             "QUESTION must be given and not be empty: ask one, or give --questions FILE"
         )
-    options = {"max_new_tokens": max_new_tokens}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if context is not None:
         options["context"] = load_text(context)
     loaded, model = _load_answerer(answerer, base, options)
@@ -176,7 +176,7 @@ def _add_sources(answers: Sequence[Any], loaded: Any, answerer: AnswererOptions)
     folders = []
     for answer in answers:
         folder = answerer.memory
-        if answer.memories:
+        if answerer.library is not None and answer.memories:
             folder = Library(answerer.library).find(answer.memories[0])
         folders.append(folder)
     return add_sources(loaded.model, loaded.tokenizer, answers, folders)
@@ -271,7 +271,7 @@ def _load_answerer(
     if memory is None and not (without_memory and base.model):
         remedy = "give it, or --library, or --without-memory with --model"
         raise ValueError(f"--memory must name a memory's folder, got none: {remedy}")
-    if not without_memory:
+    if memory is not None and not without_memory:
         loaded, model = open_with_base(memory, base)
         return loaded, Answerer(model, loaded.tokenizer, **options)
     loaded = load(base) if memory is None else load_base_of(memory, base)

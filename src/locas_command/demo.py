@@ -19,36 +19,39 @@ from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, Seed
 
 DEMO_JSON = "demo.json"
 METHODS = ("none", "locas-glu", "lora")
-REFERENCE = "the Python language reference"
+STUDIED = "studied"
+"""The folder of the memory of the page."""
+FULL = "full"
+"""The folder of the results of `--full`."""
+READ_TOKENS = 4_096
 
 
 def demo(
     *,
     out: NamedPath = Path("locas-demo"),
+    full: bool = False,
     model: str | None = None,
-    preset: str = "tuned",
     r: Annotated[Count | None, Parameter(alias="--width")] = None,
-    max_tokens: AtLeastTwo | None = None,
+    max_tokens: AtLeastTwo = READ_TOKENS,
     seed: Seed = 0,
     device: str = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Watch a small model learn, with Locas and with LoRA.
 
-    It learns a page that it is asked about; a model that answers no questions reads a text.
+    It reads short pages with each method. Then it studies a page with Locas and is asked about it.
 
     Args:
         out: folder for JSON and memories.
+        full: compare studies by Locas and LoRA instead: five pages, three seeds. This takes an hour
+            on two cores. The same command goes on where it was stopped.
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
-        preset: where the settings of a reading come from: tuned or paper.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read, for a model that answers no questions; 6,000 where not given,
-            100,000 if embedded.
+        max_tokens: tokens to read.
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from locas_peft import backbone
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
@@ -57,96 +60,114 @@ def demo(
     from .running import load
 
     stdout, stderr = open_consoles(json_file)
-    name = model or page.choose_model()
-    if max_tokens is None:
-        # Either takes some minutes.
-        max_tokens = 100_000 if backbone.is_embedded(name) else 6_000
-    reading = ReadSettings(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
+    reading = ReadSettings(r=r, seed=seed, max_tokens=max_tokens)
     check_output_directory("--out", out)
     is_demo_folder = (out / DEMO_JSON).exists()
-    for method in METHODS[1:]:
-        check_vacant(out / method, overwrite=is_demo_folder)
-    base = load(BaseOptions(model=name, device=device))
+    for name in (*METHODS[1:], STUDIED):
+        check_vacant(out / name, overwrite=is_demo_folder)
+    base = load(BaseOptions(model=model or page.choose_model(), device=device))
+    can_answer = can_chat(base.tokenizer)
+    if full and not can_answer:
+        problem = f"--full asks questions, got {base.name}, which has no chat template"
+        raise ValueError(
+            f"{problem}: choose a model that chats. For {page.CHAT_MODEL}: {page.INSTALL}"
+        )
     if not is_demo_folder:
         # After an interruption the same command may replace what this one wrote.
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])
-    if can_chat(base.tokenizer):
-        rows, following = _learn_page(base, StudySettings(r=r, seed=seed), out, stdout, stderr)
+    if full:
+        _compare_studies(base, StudySettings(r=r), out / FULL, stdout, stderr)
+        return
+    rows = _read_pages(base, reading, out, stdout, stderr)
+    following = f'locas generate "The bridge" --memory {out / METHODS[1]}'
+    if can_answer:
+        study = StudySettings(r=r, seed=seed)
+        studied, question = _study_page(base, study, out / STUDIED, stdout, stderr)
+        rows.append(studied)
+        following = f'locas ask "{question}" --memory {out / STUDIED}'
     else:
-        rows, following = _read_reference(base, reading, out, stdout, stderr)
+        reason = f"{base.name} has no chat template, so it cannot answer questions"
+        remedy = f"{page.CHAT_MODEL} studies a page and is asked about it: {page.INSTALL}"
+        stderr.print(f"{reason}. {remedy}")
     write_json(out / DEMO_JSON, rows)
     write_result(json_file, rows)
     files = [str(out / name) for name in sorted(os.listdir(out))]
     stdout.print(f"Written: {', '.join(files)}")
-    stdout.print(f"Next: {following} --memory {out / METHODS[1]}")
+    stdout.print(f"Next: {following}")
     stdout.print("Or, on a text of yours: locas read TEXT --out my-memory")
 
 
-def _learn_page(
-    base: Any, settings: StudySettings, out: Path, stdout: Console, stderr: Console
-) -> tuple[list[dict[str, Any]], str]:
-    """Let a model learn the page and answer; return the rows, and a command that asks it."""
-    from locas_peft import demo as page
-    from locas_peft.stages import complete_all
-
-    methods = complete_all(replace(settings, model=base.name), METHODS[1:], base.model)
-    stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
-    stderr.print("It writes questions on the page and learns their answers, with locas-glu and")
-    stderr.print("with lora. Then it answers without the page.")
-    rows = []
-    with show_progress(stderr) as progress:
-        recalls = page.recall(base.model, base.tokenizer, methods, out, progress=progress)
-        for recalled in recalls:
-            progress.close()
-            rows.append(page.describe(recalled))
-            stdout.print(page.describe_recall(recalled), style="bold")
-            for index in page.SHOWN:
-                answer = recalled.answers[index]
-                stdout.print(f"  {answer.question.question}   ({answer.question.answer})")
-                stdout.print(f"    {printable(answer.text)}")
-            stdout.print()
-    question = page.load_page_questions()[page.SHOWN[0]].question
-    return rows, f'locas ask "{question}"'
-
-
-def _read_reference(
+def _read_pages(
     base: Any, settings: ReadSettings, out: Path, stdout: Console, stderr: Console
-) -> tuple[list[dict[str, Any]], str]:
-    """Let a model read a text by each method; return the rows, and a command that continues it."""
-    from locas_peft import backbone
+) -> list[dict[str, Any]]:
+    """Let a model read the pages by each method; print the table, and return its rows."""
     from locas_peft import demo as page
     from locas_peft.model import count_positions
-    from locas_peft.stages import Place, complete_all, open_reading
-    from locas_peft.text import python_reference
-
-    from .running import follow_run, show_readings
+    from locas_peft.stages import complete_all
+    from locas_peft.tables import Sheet
 
     window = min(512, count_positions(base.model) or 512)
     settings = replace(settings, model=base.name, window=window, context="cache")
     methods = complete_all(settings, METHODS, base.model)
-
-    reason = f"{base.name} has no chat template, so it cannot answer questions"
-    stderr.print(f"{reason}. {page.CHAT_MODEL} learns a page and is asked about it: {page.INSTALL}")
-    trained = ""
-    if backbone.is_embedded(base.name):
-        trained = "It was trained on English books alone. "
-    stderr.print(f"{trained}{base.name} now reads the Python language reference.")
+    stderr.print(f"{base.name} reads short pages about things that do not exist.")
     stderr.print("Each chunk is scored before it is learned. A lower perplexity is better.")
-    input_ids = base.encode(python_reference(), settings.max_tokens, unwrap=None)
-    readings = []
-    for method, method_settings in methods.items():
-        place = Place(out=out / method, overwrite=True, title=REFERENCE)
-        opened = open_reading(
-            base.model, input_ids, method_settings, place, tokenizer=base.tokenizer
-        )
-        with opened as run:
-            follow_run(run, method_settings, len(input_ids), stderr)
-            reading = run.finish()
-        readings.append(reading)
-        stdout.print(f"{method}: perplexity {reading.perplexity:.2f}, {reading.seconds:.0f} s")
-    show_readings(readings, stdout, stderr, REFERENCE)
-    return [reading.to_json() for reading in readings], 'locas generate "See also:"'
+    rows = []
+    lines = []
+    with show_progress(stderr) as progress:
+        for read in page.read_pages(base.model, base.tokenizer, methods, out, progress):
+            rows.append(read.to_json())
+            record = read.record
+            lines.append(
+                [
+                    record.method,
+                    f"{record.extra_parameters:,}",
+                    f"{record.perplexity:.2f}",
+                    f"{record.seconds:.0f}",
+                    f"{read.change_nats:.3f}",
+                ]
+            )
+    changes = "change of other answers, nats a token"
+    headers = ["method", "parameters", "perplexity", "seconds", changes]
+    stdout.print(Sheet("", headers, lines).to_rich())
+    return rows
+
+
+def _study_page(
+    base: Any, settings: StudySettings, memory: Path, stdout: Console, stderr: Console
+) -> tuple[dict[str, Any], str]:
+    """Let a model study a page and answer; return the row, and a question about the page."""
+    from locas_peft import demo as page
+    from locas_peft.stages import complete
+
+    settings = complete(replace(settings, method=METHODS[1], model=base.name), base.model)
+    stderr.print("Now it studies eight sentences about a lighthouse that does not exist: it writes")
+    stderr.print("questions about them and learns the answers. It is asked without the page.")
+    with show_progress(stderr) as progress:
+        studied = page.study_page(base.model, base.tokenizer, settings, memory, progress)
+    for asked in studied.asked:
+        stdout.print(asked.question, style="bold")
+        stdout.print(f"  before: {printable(asked.before)}")
+        stdout.print(f"  after:  {printable(asked.after)}")
+        stdout.print(f"  page:   {asked.sentence}")
+    record = studied.record
+    seconds = record.writing_seconds + record.learning_seconds
+    stdout.print(f"{record.extra_parameters:,} parameters, studied in {seconds:.0f} s")
+    return studied.to_json(), studied.asked[0].question
+
+
+def _compare_studies(
+    base: Any, settings: StudySettings, out: Path, stdout: Console, stderr: Console
+) -> None:
+    """Compare studies of pages by Locas and LoRA; print the table."""
+    from locas_peft import demo as page
+    from locas_peft.stages import complete_all
+
+    methods = complete_all(replace(settings, model=base.name), METHODS[1:], base.model)
+    with show_progress(stderr) as progress:
+        table = page.Comparison(base.model, base.tokenizer, methods, out).run(progress)
+    stdout.print(table.to_rich())
+    stdout.print(f"Single results: {out}")
 
 
 def app(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from locas_settings import AdapterSettings, ReadSettings, StudySettings
+from locas_settings import ReadSettings, StageSettings, StudySettings
 
 from . import options
 from .console import check_shared_device, open_consoles, show_progress
@@ -195,7 +195,7 @@ def forgetting(
     _run(protocol, loaded, methods, run, consoles)
 
 
-def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> AdapterSettings:
+def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> StageSettings:
     """Return the settings of a reading, or those of a study where that is asked for."""
     if asking.study:
         known = {field.name for field in fields(StudySettings)}
@@ -222,7 +222,7 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     return open_consoles()
 
 
-def _load(base: BaseOptions, settings: AdapterSettings, method: str) -> tuple[Any, dict[str, Any]]:
+def _load(base: BaseOptions, settings: StageSettings, method: str) -> tuple[Any, dict[str, Any]]:
     """Load the base; return it and the settings of each method, by its name."""
     from locas_peft.stages import complete, complete_all, split_methods
 

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -50,7 +50,7 @@ _ABOUT_EVAL = (
     "Measure memories: the protocols, resumable, shared by the processes of accelerate launch."
 )
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
-_COMMANDS = (
+_COMMANDS: tuple[Callable[..., Any], ...] = (
     demo,
     open_page,
     read,
@@ -66,7 +66,7 @@ _COMMANDS = (
     push,
     inspect,
 )
-_PROTOCOLS = (perplexity, locomo, forgetting)
+_PROTOCOLS: tuple[Callable[..., Any], ...] = (perplexity, locomo, forgetting)
 for _index, _function in enumerate(_COMMANDS):
     app.command(_function, sort_key=_index)
 for _index, _function in enumerate(_PROTOCOLS):
@@ -110,8 +110,8 @@ def _run(args: list[str]) -> int:
         _print_error("terminated" if terminated else "interrupted", index)
         return 143 if terminated else 130
     except CycloptsError as error:
-        command = " ".join(("locas", *(error.command_chain or ())))
-        _print_error(f"error: {printable(str(error)).rstrip('.')}: see {command} --help", index)
+        chain = " ".join(("locas", *(error.command_chain or ())))
+        _print_error(f"error: {printable(str(error)).rstrip('.')}: see {chain} --help", index)
         return 2
     except BrokenPipeError:
         _give_up_stdout()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
-from locas_settings import AdapterSettings, ReadSettings
+from locas_settings import ReadSettings, StageSettings
 from locas_settings.adapter import SHAPE
 
 from . import options
@@ -38,7 +38,8 @@ def read(
     if table.manifest or text is None:
         return _teach_table(text, table, job)
     _check_one_text(table)
-    return _run_stage(text, job, None)
+    _run_stage(text, job, None)
+    return None
 
 
 def study(
@@ -66,7 +67,8 @@ def study(
             raise ValueError("--exchanges-file is for one text, got --manifest too: leave one out")
         return _teach_table(text, table, job)
     _check_one_text(table)
-    return _run_stage(text, job, exchanges_file)
+    _run_stage(text, job, exchanges_file)
+    return None
 
 
 def memorize(
@@ -82,7 +84,7 @@ def memorize(
 class _Job:
     """What a stage is told by the command line."""
 
-    settings: AdapterSettings
+    settings: StageSettings
     place: PlaceOptions
     base: BaseOptions
     unwrap: bool | None
@@ -235,7 +237,7 @@ def _take_steps(
     folder = None
     sample = None
     kept_text = None
-    if job.saves:
+    if job.saves and place.out is not None:
         folder = place.out / CHECKPOINT_FOLDER
     if job.saves and place.keep_text:
         kept_text = join_texts(content, place.start)
@@ -252,7 +254,7 @@ def _take_steps(
         sample=sample,
         kept_text=kept_text,
     )
-    if job.is_reading:
+    if isinstance(settings, ReadSettings):
         opened = open_reading(
             loaded.model,
             input_ids,

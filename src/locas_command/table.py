@@ -13,7 +13,7 @@ from locas_peft import backbone
 from locas_peft.files import check_output_directory
 from locas_peft.library import Library
 from locas_peft.library.table import FAILURES, Document, load_table, teach_on_ray, teach_table
-from locas_settings import AdapterSettings
+from locas_settings import StageSettings
 
 from .console import (
     check_shared_device,
@@ -34,28 +34,33 @@ def teach_manifest(
     place: PlaceOptions,
     unwrap: bool | None,
     json_file: Path | None,
-    settings: AdapterSettings,
+    settings: StageSettings,
     base: BaseOptions,
 ) -> int:
     """Teach a table, print what failed, and return the exit code: 3 where something did."""
     stdout, stderr = open_consoles(json_file)
     check_shared_device(base.device)
+    # `locas read` and `locas study` refuse a table without them.
+    assert table.manifest is not None
+    assert place.library is not None
     check_output_directory("--library", place.library)
     documents = load_table(table.manifest, settings)
     library = Library(place.library)
-    base = replace(base, model=base.model or library.name_base() or backbone.NAME)
-    name = backbone.name_of(base.model)
+    model = base.model or library.name_base() or backbone.NAME
+    base = replace(base, model=model)
+    name = backbone.name_of(model)
     library.check_base(name)
     documents = [_record_model(document, name) for document in documents]
-    options = {
+    options: dict[str, Any] = {
         "overwrite": place.overwrite,
         "checkpoint_seconds": place.checkpoint_seconds,
         "unwrapped": backbone.is_embedded(name) if unwrap is None else unwrap,
     }
     if not place.keep_text:
-        options |= {"sample": None, "kept_text": None}
+        options["sample"] = None
+        options["kept_text"] = None
     if table.ray:
-        failures = _teach_on_ray(library, base, documents, table, stderr, options)
+        failures = _teach_on_ray(library, model, base, documents, table, stderr, options)
     else:
         failures = _teach_here(library, base, documents, stderr, options)
     _show_failures(failures, place.library, stderr)
@@ -72,13 +77,13 @@ def _record_model(document: Document, name: str) -> Document:
 
 def _teach_on_ray(
     library: Library,
+    model: str,
     base: BaseOptions,
     documents: list[Document],
     table: TableOptions,
     stderr: Console,
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    model = base.model
     # The actors have other current folders.
     if os.path.exists(model):
         model = os.path.abspath(model)
@@ -88,7 +93,7 @@ def _teach_on_ray(
         "device": base.device,
         "quantize": base.quantize,
     }
-    address = None if table.ray is True else table.ray
+    address = table.ray if isinstance(table.ray, str) else None
     # Ray prints to stdout, which is for results.
     with show_progress(stderr) as progress, redirect_stdout(sys.stderr):
         return teach_on_ray(

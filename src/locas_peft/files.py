@@ -171,7 +171,8 @@ def find_kept(kind: str, name: str) -> Path | None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write a value by `format_json` (UTF-8), replacing the file in one step."""
     with staged_file(path) as temporary:
-        temporary.write_text(format_json(value) + "\n", encoding="utf-8")
+        # The same bytes on every system.
+        temporary.write_text(format_json(value) + "\n", encoding="utf-8", newline="\n")
 
 
 def load_json(path: str | Path) -> Any:
@@ -221,7 +222,7 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
         raise ValueError(f"{rule}, got something else in line {shown}: correct or delete {them}")
     if not parsed:
         raise ValueError(f"{name} must be one a line, got none in {str(path)!r}: add one")
-    return [value for _, value in parsed]
+    return [value for _, value in parsed if value is not None]
 
 
 def parse_json_lines(
@@ -229,7 +230,7 @@ def parse_json_lines(
 ) -> Iterator[tuple[int, T | None]]:
     """Yield the number of each line that is not blank, and what `parse` makes of its JSON value.
 
-    Numbers begin at 1.     None stands for a broken line: one that is not JSON, or whose value
+    Numbers begin at 1. None stands for a broken line: one that is not JSON, or whose value
     `parse` cannot use. `parse` is given an object, and raises a ValueError, TypeError or KeyError
     for one that lacks something.
     """

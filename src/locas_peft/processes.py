@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -39,7 +39,8 @@ def in_first_process(function: Callable[[], T]) -> T:
             every process.
     """
     state = join_processes()
-    result, error = None, None
+    result: Any = None
+    error: Exception | None = None
     if state.is_main_process:
         try:
             result = function()

@@ -8,6 +8,8 @@ from .adapter import LARGEST, METHODS, AdapterSettings
 from .reading import PRESETS, UPDATES, ReadSettings
 from .study import StudySettings
 
+StageSettings = ReadSettings | StudySettings
+
 __all__ = [
     "LARGEST",
     "METHODS",
@@ -15,5 +17,6 @@ __all__ = [
     "UPDATES",
     "AdapterSettings",
     "ReadSettings",
+    "StageSettings",
     "StudySettings",
 ]

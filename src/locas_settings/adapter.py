@@ -115,20 +115,24 @@ class AdapterSettings:
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise invalid(name, f"be at most {LARGEST:,}", f"{value:,}", "lower it")
         if self.learning_rate is not None:
-            self._check_learning_rate()
+            _check_learning_rate(self.learning_rate)
         for name, check in self.CHECKS.items():
             value = getattr(self, name)
             if value is not None:
                 check(name, value)
 
-    def _check_learning_rate(self) -> None:
-        if not 0 < self.learning_rate < float("inf"):
-            remedy = (
-                "give one, 1e-3 say; to read without learning, give the model without its adapter"
-            )
-            rule = "be a number above 0"
-            raise invalid("learning_rate", rule, str(self.learning_rate), remedy)
+    @property
+    def base_name(self) -> str:
+        """The name of the base, which complete settings have."""
+        assert self.model is not None, "the settings are not complete"
+        return self.model
 
     def list_given(self) -> dict[str, Any]:
         """Return the fields that have a value, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def _check_learning_rate(rate: float) -> None:
+    if not 0 < rate < float("inf"):
+        remedy = "give one, 1e-3 say; to read without learning, give the model without its adapter"
+        raise invalid("learning_rate", "be a number above 0", str(rate), remedy)

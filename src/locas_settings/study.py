@@ -22,7 +22,7 @@ class StudySettings(AdapterSettings):
     exchanges: Annotated[
         int | None,
         Parameter(
-            help="questions wanted about each sentence; by default 6, 12 for fewer than 8 or more "
+            help="questions wanted about each sentence; by default 6, 12 for fewer than 4 or more "
             "than half of --r sentences."
         ),
     ] = None
@@ -30,6 +30,12 @@ class StudySettings(AdapterSettings):
         int | None,
         Parameter(
             help="the most times that each exchange is learned; 4, or more for few, by default."
+        ),
+    ] = None
+    writer: Annotated[
+        str | None,
+        Parameter(
+            help="another model, which writes the questions: a folder, hub name or GGUF file."
         ),
     ] = None
 

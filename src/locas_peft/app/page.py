@@ -35,7 +35,7 @@ __all__ = ["build", "serve"]
 
 TICK_SECONDS = 0.5
 REFERENCE_CHARACTERS = 24_000
-"""Characters of the Python reference: about the 6,000 tokens that the demo reads."""
+"""Characters of the Python reference: about 6,000 tokens."""
 ACCENT = "#1f6fb4"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {
@@ -232,7 +232,7 @@ class _Page:
         with gr.Row(elem_classes="small"):
             if can_chat:
                 questions = demo.load_page_questions()
-                for number in demo.SHOWN:
+                for number in demo.ASKED:
                     self._samples.append(gr.Button(questions[number].question, size="sm"))
             self._clear = gr.Button("New chat", size="sm")
 
@@ -350,7 +350,7 @@ class _Page:
             shown = _show_progress(job, self._model.jobs_before(job))
             can_stop = visitor.is_reading and not job.stop.is_set()
         details = [gr.skip(), gr.skip()]
-        if state not in (None, before):
+        if job is not None and state != before:
             details = [_plot(job), _show_exchanges(job)]
         return [
             state,

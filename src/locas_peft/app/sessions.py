@@ -29,7 +29,6 @@ from ..memories import load_memory, load_memory_config, share_weights
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
 from ..stages import (
-    AdapterSettings,
     Place,
     ReadSettings,
     StageRun,
@@ -390,7 +389,7 @@ class SharedModel:
         )
         return complete(settings, base)
 
-    def _choose_study(self, reading: AdapterSettings, questions: int) -> StudySettings:
+    def _choose_study(self, reading: ReadSettings, questions: int) -> StudySettings:
         return StudySettings(
             method=reading.method,
             model=self.name,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from ..model import CausalLM, count_positions
+from ..model import CausalLM, count_positions, find_cache
+from ..text import is_code
 from .prompts import find_pad_token
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "continue_texts",
     "draw",
     "first_line",
+    "first_statement",
     "pad_left",
     "share_prefixes",
 ]
@@ -131,7 +133,7 @@ def _compute_prefixes(
     key = tuple(map(tuple, shared))
     cache = None if caches is None else caches.get(key)
     if cache is None:
-        cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
+        cache = find_cache(host.outputs(count=1, use_cache=True, **prefixes))
     if caches is None:
         return cache
     caches[key] = cache
@@ -199,7 +201,7 @@ def continue_inputs(
         ]
         if not indices:
             break
-        cache = getattr(outputs, "past_key_values", None)
+        cache = find_cache(outputs)
         inputs = _follow(inputs, tokens, cache)
         # Rows that have ended leave when they are half of the batch: each time, the keys and values
         # are copied.
@@ -286,9 +288,6 @@ def continue_texts(
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    def show(rows: list[list[int]]) -> None:
-        on_text(decode(rows))
-
     stops = config.eos_token_id
     if stops is None:
         stops = []
@@ -298,6 +297,13 @@ def continue_texts(
     if temperature:
         generator = torch.Generator(host.device).manual_seed(seed)
         choose = draw(temperature, generator, config)
+    on_token: Callable[[list[list[int]]], None] | None = None
+    if on_text is not None:
+
+        def show(rows: list[list[int]]) -> None:
+            on_text(decode(rows))
+
+        on_token = show
     pad = find_pad_token(tokenizer)
     inputs = begin_rows(host, prompts, pad=pad, new_tokens=max_new_tokens, **options)
     rows = continue_inputs(
@@ -307,7 +313,7 @@ def continue_texts(
         stops=stops,
         choose=choose,
         adapters=adapters,
-        on_token=None if on_text is None else show,
+        on_token=on_token,
     )
     return decode(rows)
 
@@ -321,7 +327,9 @@ def answer_in_batches(
     batch_size: int = 16,
     known: Iterable[int] = (),
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Answer prompts greedily; yield each batch's indices, and the first line of each answer.
+    """Answer prompts greedily; yield each batch's indices, and the beginning of each answer.
+
+    See `first_statement`.
 
     The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and
     values of a beginning that all prompts share, such as a dialogue before its questions, are
@@ -342,7 +350,7 @@ def answer_in_batches(
         groups = [(shared, range(len(batch)))] if shared >= LEAST_SHARED else []
         rows = [prompts[number] for number in batch]
         texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
-        yield batch, [first_line(text) for text in texts]
+        yield batch, [first_statement(text) for text in texts]
 
 
 def check_room(
@@ -372,3 +380,12 @@ def first_line(text: str) -> str:
         if line.strip():
             return line.strip()
     return ""
+
+
+def first_statement(text: str) -> str:
+    """Return an answer that is code, from its first line on, else the first line of an answer."""
+    first = first_line(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if is_code([first]) and is_code(lines):
+        return text.strip()
+    return first

@@ -80,7 +80,7 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
 
     A photo follows its text in square brackets. An empty line separates two sessions.
     """
-    lines = []
+    lines: list[str] = []
     for session in conversation.sessions:
         if lines:
             lines.append("")
@@ -229,7 +229,7 @@ def _parse_sessions(talk: dict[str, Any], name: str, problems: list[str]) -> lis
 
 
 def _parse_turn(turn: Any, name: str) -> Turn:
-    fields = [None]
+    fields: list[Any] = [None, None, None]
     if isinstance(turn, dict):
         fields = [turn.get("dia_id"), turn.get("speaker"), turn.get("text")]
     if not all(isinstance(field, str) for field in fields):
@@ -237,7 +237,8 @@ def _parse_turn(turn: Any, name: str) -> Turn:
     caption = turn.get("blip_caption")
     if not isinstance(caption, str) or not caption.strip():
         caption = None
-    return Turn(*fields, caption)
+    dia_id, speaker, text = fields
+    return Turn(dia_id, speaker, text, caption)
 
 
 def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:

@@ -41,7 +41,8 @@ def _list_files(source: str) -> list[str | Path]:
     """Return the files that a source names."""
     if source == "-" or not Path(source).is_dir():
         return [source]
-    files = sorted(Path(source).glob("*.txt"))
+    files: list[str | Path] = []
+    files += sorted(Path(source).glob("*.txt"))
     if not files:
         raise ValueError(
             f"folder must hold .txt files, got none in {source!r}: name another, or a file"

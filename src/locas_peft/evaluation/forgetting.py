@@ -5,16 +5,17 @@ memory disabled, which must equal before to the last bit.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..memories.loading import memory_attached
 from ..stages import ReadSettings, for_base
+from ..stages.complete import training_settings
 from ..tables import Sheet, format_figure, format_mean
 from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
 from .intervals import mean_interval, rise_interval
@@ -62,11 +63,12 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     Raises:
         ValueError: as for `perplexity.run_perplexity`, or the methods' windows differ.
     """
-    window, stride = _find_window(run.methods)
+    methods = _list_readings(run)
+    window, stride = _find_window(methods)
     folder = run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
-    readers = {BASE: for_base(next(iter(run.methods.values())))}
-    for name, settings in run.methods.items():
+    readers = {BASE: for_base(next(iter(methods.values())))}
+    for name, settings in methods.items():
         if settings.method != "none":
             readers[name] = settings
     load_texts = cache(partial(_load_texts, run, plan, window, stride))
@@ -107,11 +109,21 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     return figures
 
 
+def _list_readings(run: Run) -> dict[str, ReadSettings]:
+    """Return the methods' settings: the protocol reads the book."""
+    methods: dict[str, ReadSettings] = {}
+    for name, settings in run.methods.items():
+        assert isinstance(settings, ReadSettings)
+        methods[name] = settings
+    return methods
+
+
 def _find_window(methods: dict[str, ReadSettings]) -> tuple[int, int]:
     """Return the window and the stride that all methods share."""
     windows = set()
     for settings in methods.values():
-        windows.add((settings.window, settings.stride))
+        loop = training_settings(settings)
+        windows.add((loop.window, loop.stride))
     if len(windows) != 1:
         raise ValueError(
             f"methods must share window and stride, got {sorted(windows)}: give them the same"
@@ -133,7 +145,7 @@ def _measure_state(
     """Return the drift of the base, or of a memory from itself disabled, on each text."""
     texts = load_texts()
     drifts = {}
-    attached = nullcontext(run.base)
+    attached: AbstractContextManager[nn.Module] = nullcontext(run.base)
     if memory is not None:
         attached = memory_attached(run.base, memory)
     with attached as model:

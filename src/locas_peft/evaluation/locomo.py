@@ -6,7 +6,7 @@ that has learned style, not facts.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
         "wrong_memory": plan.wrong_memory,
     }
     head = run.make(NAME, units, conversations=digests, plan=shared)
-    teachings = {}
+    teachings: dict[str, dict[str, Any]] = {}
     for method, method_units in readings.items():
         teachings[method] = {}
         for name, unit in method_units.items():
@@ -154,7 +154,7 @@ def _make_unit(
     label = f"{model}: {talk.sample_id}, {setting}"
 
     def make() -> list[dict[str, Any]]:
-        attached = nullcontext(run.base)
+        attached: AbstractContextManager[nn.Module] = nullcontext(run.base)
         if reading is not None:
             attached = memory_attached(run.base, reading.memory)
         with attached as model:

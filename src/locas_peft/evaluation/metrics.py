@@ -12,11 +12,12 @@ from ..ttt.chunks import perplexity
 
 evaluate = import_extra("evaluate")
 datasets = import_extra("datasets")
+Metric: Any = evaluate.Metric
 
 __all__ = ["Perplexity"]
 
 
-class Perplexity(evaluate.Metric):
+class Perplexity(Metric):
     """exp(sum of nll / number of scored tokens) over the records of chunks, accumulated in float64.
 
     Predictions are the chunks' `nll_nats`; references are their numbers of scored `tokens`.

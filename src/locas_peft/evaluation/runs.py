@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from locas_settings import StageSettings
+
 from ..asking import current_day, dated
 from ..checks import describe_difference
 from ..files import load_json, write_json
@@ -18,10 +20,11 @@ from ..memories.folder import FILES
 from ..processes import in_first_process
 from ..progress import Progress, follow_steps, silent
 from ..stages import (
-    AdapterSettings,
     Place,
     ReadRecord,
     ReadSettings,
+    Record,
+    StudyRecord,
     complete,
     parse_record,
     read,
@@ -53,14 +56,14 @@ class Run:
 
     base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    methods: dict[str, AdapterSettings]
+    methods: dict[str, StageSettings]
     out: Path
     common: dict[str, Any] = field(default_factory=dict)
     overwrite: bool = False
     progress: Progress = silent
 
     def __post_init__(self) -> None:
-        completed = {}
+        completed: dict[str, StageSettings] = {}
         for name, settings in self.methods.items():
             completed[name] = complete(settings, self.base)
         self.methods = completed
@@ -113,7 +116,7 @@ class Run:
     def learning(
         self,
         input_ids: Tensor,
-        settings: AdapterSettings,
+        settings: StageSettings,
         path: Path,
         label: str = "",
         *,
@@ -139,6 +142,7 @@ class Run:
                 resume=True,
             )
             show = follow_steps(self.progress, label, tokens)
+            record: Record
             if isinstance(settings, ReadSettings):
                 record = read(
                     self.base, input_ids, settings, place, tokenizer=self.tokenizer, on_step=show
@@ -195,8 +199,9 @@ def summarize_stage(record: dict[str, Any]) -> dict[str, Any]:
     """Return figures of a stage's record, as JSON; `perplexity` has a value for each pass."""
     stage = parse_record(record)
     summary = {"parameters": stage.extra_parameters, "seconds": stage.seconds}
-    if not isinstance(stage, ReadRecord):
+    if isinstance(stage, StudyRecord):
         return {**summary, "kept": stage.kept, "asked": stage.asked}
+    assert isinstance(stage, ReadRecord)
     return {
         **summary,
         "perplexity": stage.perplexities,

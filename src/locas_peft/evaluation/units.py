@@ -102,7 +102,7 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
             _make(unit)
         except ValueError as error:
             # The other processes do not see it.
-            error.is_of_one_process = True
+            error.is_of_one_process = True  # type: ignore[attr-defined]
             raise
         advance(1, f"{len(left) - number} left")
     wait_for_others()

@@ -20,12 +20,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from locas_settings import StageSettings
+
 from ..files import finish_replacement, fold_name, normalize_name, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
-from ..stages import AdapterSettings, Place, ReadSettings, Record, complete, read, study
+from ..stages import Place, ReadSettings, Record, complete, read, study
 from ..text import tokenize
 from .names import check_name, is_name
 from .routing import list_passages, make_sample, route
@@ -93,9 +95,9 @@ class Library:
             # Another process may forget the memory meanwhile.
             with suppress(FileNotFoundError):
                 times[name] = (self._locate(name) / MEMORY_CONFIG).stat().st_mtime
-        return sorted(times, key=times.get, reverse=True)
+        return sorted(times, key=times.__getitem__, reverse=True)
 
-    def list_unfinished(self) -> list[str]:
+    def list_unfinished(self) -> builtins.list[str]:
         """Return the names of memories whose first reading was interrupted, or goes on."""
         checkpoints = self.folder.glob(f"*/{CHECKPOINT_FOLDER}")
         names = sorted(normalize_name(checkpoint.parent.name) for checkpoint in checkpoints)
@@ -163,7 +165,7 @@ class Library:
         tokenizer: Any,
         text: str,
         name: str,
-        settings: AdapterSettings,
+        settings: StageSettings,
         *,
         start: str | Path | None = None,
         exchanges: Sequence[Exchange] | None = None,
@@ -185,7 +187,7 @@ class Library:
         """
         folder = self.choose_folder(name)
         settings = complete(settings, base)
-        self.check_base(settings.model)
+        self.check_base(settings.base_name)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
         fields = {
             "title": name,
@@ -240,6 +242,11 @@ class Library:
             )
         forgotten = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
+            if os.name != "nt":
+                os.rename(folder, forgotten)
+        # Windows renames no folder in which a file, such as the lock, is open. It therefore also
+        # refuses a folder that another process has begun to use since.
+        if os.name == "nt":
             os.rename(folder, forgotten)
         while forgotten.exists():
             # A process that opens the library deletes it too.
@@ -295,7 +302,7 @@ class Library:
             return nullcontext(base)
         return memory_attached(base, self.find(name))
 
-    def route(self, questions: Sequence[str]) -> list[str | None]:
+    def route(self, questions: Sequence[str]) -> builtins.list[str | None]:
         """Return for each question the name of the memory that it is about; None for none.
 
         Of two memories that fit as well, the later one is taken. See `routing`.

@@ -47,10 +47,13 @@ def route(memories: Mapping[str, Sequence[str]], questions: Sequence[str]) -> li
     scores = score_by_words(list(memories.values()), questions)
     routed: list[str | None] = []
     for question_scores in scores:
-        # argmax takes the first of equal scores.
-        best = int(question_scores.argmax()) if names else None
-        is_found = best is not None and question_scores[best] >= LEAST_SCORE
-        routed.append(names[best] if is_found else None)
+        found = None
+        if names:
+            # argmax takes the first of equal scores.
+            best = int(question_scores.argmax())
+            if question_scores[best] >= LEAST_SCORE:
+                found = names[best]
+        routed.append(found)
     return routed
 
 

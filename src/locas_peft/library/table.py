@@ -20,13 +20,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from locas_settings import StageSettings
+
 from ..bases import load_base
 from ..checks import first_line, import_extra
 from ..files import fold_name, is_disk_full, parse_json_lines, staged_file
 from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
-from ..stages import AdapterSettings, ReadSettings, choose_values
+from ..stages import ReadSettings, choose_values
 from ..text import load_text, unwrap
 from .library import Library
 from .names import FAILURES, check_name
@@ -59,8 +61,14 @@ class Document:
     line: int
     name: str | None
     text: str | Path = ""
-    settings: AdapterSettings = ReadSettings()
+    settings: StageSettings = ReadSettings()
     error: str = ""
+
+    @property
+    def memory_name(self) -> str:
+        """The name of the memory, which a row without an error has."""
+        assert self.name is not None
+        return self.name
 
     def load(self) -> str:
         """Return the text; a row or a file that cannot be used is a `ValueError`."""
@@ -77,7 +85,7 @@ class Document:
         return 0
 
 
-def load_table(source: str, settings: AdapterSettings) -> list[Document]:
+def load_table(source: str, settings: StageSettings) -> list[Document]:
     """Load a table of documents; one that cannot be read, or has no rows, is a `ValueError`.
 
     Args:
@@ -97,7 +105,9 @@ def load_table(source: str, settings: AdapterSettings) -> list[Document]:
         try:
             documents.append(_parse_row(line, row, Path(source).parent, settings))
         except (ValueError, TypeError) as error:
-            name = row and row.get("name") and str(row["name"])
+            name = None
+            if row and row.get("name"):
+                name = str(row["name"])
             documents.append(Document(line, name, error=first_line(error)))
     if not documents:
         raise ValueError(f"table must have a document a row, got none in {source!r}: add one")
@@ -110,7 +120,7 @@ def _keep(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _parse_row(
-    line: int, row: dict[str, Any] | None, folder: Path, settings: AdapterSettings
+    line: int, row: dict[str, Any] | None, folder: Path, settings: StageSettings
 ) -> Document:
     """Return the document of a row; one that cannot be used is a `ValueError` or `TypeError`."""
     values = {}
@@ -137,17 +147,18 @@ def _parse_row(
     return Document(line, check_name(str(name)), content, settings)
 
 
-def _list_fields(settings: AdapterSettings) -> set[str]:
+def _list_fields(settings: StageSettings) -> set[str]:
     """Return the settings that a row can have of its own."""
     return set(vars(settings)) - set(_OF_THE_BASE)
 
 
 def _refuse_repeated_names(documents: list[Document]) -> list[Document]:
     """Return documents; those that share a name have an error: none of them can be meant."""
-    counts = Counter(fold_name(document.name) for document in documents if not document.error)
+    names = [document.memory_name for document in documents if not document.error]
+    counts = Counter(fold_name(name) for name in names)
     checked = []
     for document in documents:
-        if not document.error and counts[fold_name(document.name)] > 1:
+        if not document.error and counts[fold_name(document.memory_name)] > 1:
             error = (
                 "name must be that of one row alone, whatever its case, got it twice: rename one"
             )
@@ -290,8 +301,9 @@ def _teach_with_actors(
 ) -> Iterator[tuple[Document, str | None]]:
     """Yield each document with its error, None for none, when an idle actor has taught it."""
     left = {document.line: document for document in documents}
-    running = {}
-    ends = Counter()
+    # An actor and the line that it works on, None for one that is being made again.
+    running: dict[Any, tuple[Any, int | None]] = {}
+    ends: Counter[int | None] = Counter()
     offered = cycle(documents)
     while left:
         while idle:
@@ -321,9 +333,9 @@ def _teach_with_actors(
         except ray.exceptions.RayTaskError as raised:
             raise raised.cause from None
         # Nothing where the actor was only waited for, or another one has taught the document too.
-        document = left.pop(line, None)
-        if document is not None:
-            yield document, error
+        taught = None if line is None else left.pop(line, None)
+        if taught is not None:
+            yield taught, error
 
 
 def _with_full_path(document: Document) -> Document:
@@ -378,7 +390,8 @@ def _teach(
         text = unwrap(content) if unwrapped else content
         # What is stored of the text is as it was written.
         options = {"sample": make_sample(content), "kept_text": content, **options}
-        library.add(base, tokenizer, text, document.name, document.settings, resume=True, **options)
+        name = document.memory_name
+        library.add(base, tokenizer, text, name, document.settings, resume=True, **options)
     except InUse:
         raise
     except OSError as error:
@@ -440,7 +453,7 @@ class _Tally:
             if rows:
                 content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 with staged_file(file) as temporary:
-                    temporary.write_text(content, encoding="utf-8")
+                    temporary.write_text(content, encoding="utf-8", newline="\n")
             else:
                 file.unlink(missing_ok=True)
         return rows

@@ -7,6 +7,7 @@ Each function mutates the base that it is given: load it anew, or give one that 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -42,7 +43,9 @@ def merge_memory(
     Stock transformers loads the checkpoint. `pad_to_multiple_of` replaces the value in the memory's
     config.
     """
-    fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
+    fields: dict[str, Any] = {}
+    if pad_to_multiple_of is not None:
+        fields["pad_to_multiple_of"] = pad_to_multiple_of
     merged = load_memory(base, memory, **fields).merge_and_unload()
     with staged(out) as folder:
         merged.save_pretrained(folder)

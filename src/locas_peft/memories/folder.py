@@ -149,7 +149,7 @@ def save_memory(
                 (folder / adapter_name).rmdir()
             if is_memory:
                 seal_tensor_file(folder)
-            (folder / CARD).write_text(card, encoding="utf-8")
+            (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
             if add_files is not None:
                 add_files(folder)
     finally:
@@ -265,8 +265,8 @@ class _ShortReads(io.FileIO):
     zipfile reads the list of an archive's entries at once, however long it is.
     """
 
-    def read(self, size: int = -1) -> bytes:
-        if size > _MOST_LISTED_BYTES:
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _MOST_LISTED_BYTES:
             got = f"a list of {size:,} bytes"
             raise invalid("the archive", "list few files", got, "pack one memory alone")
         return super().read(size)

@@ -178,7 +178,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     config, path = find_files(directory)
     record = _load_last_stage(path.parent)
     layers = []
-    others = []
+    others: list[str] = []
     learned = None
     host = None
     if config.peft_type == "LOCAS":

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -78,7 +79,7 @@ def _describe_damage(path: str, error: Exception) -> str:
     return f"{path} is truncated or not a safetensors file ({reason}): copy or save it again."
 
 
-def _check_dense(path: str, tensors: object) -> None:
+def _check_dense(path: str, tensors: Any) -> None:
     by_name = isinstance(tensors, dict) and all(isinstance(key, str) for key in tensors)
     if not by_name:
         raise ValueError(
@@ -117,16 +118,15 @@ def seal_tensor_file(folder: str | Path) -> None:
     path = find_tensor_file(folder)
     if path is None or path.suffix != ".safetensors":
         return
-    tensors, metadata = load_tensors(path)
-    layers, _ = split_tensors(tensors)
-    if not layers:
+    sealed = _make_metadata(path)
+    if sealed is None:
         return
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         data = file.read()
     # Sorted, since safetensors itself writes the keys in a random order.
-    header["__metadata__"] = dict(sorted({**metadata, DIGEST: digest(tensors)}.items()))
+    header["__metadata__"] = dict(sorted(sealed.items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     # The tensors stay aligned.
     text += b" " * (-len(text) % 8)
@@ -136,8 +136,20 @@ def seal_tensor_file(folder: str | Path) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             file.write(data)
         shutil.copymode(path, temporary)
-        # A rename, where the system can replace a file by one.
-        shutil.move(temporary, path)
+        os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def _make_metadata(path: Path) -> dict[str, str] | None:
+    """Return the metadata of a memory's file with the digest; None for another adapter's file.
+
+    The tensors are views of the file. They are released here, since Windows replaces no file that
+    has views.
+    """
+    tensors, metadata = load_tensors(path)
+    layers, _ = split_tensors(tensors)
+    if not layers:
+        return None
+    return {**metadata, DIGEST: digest(tensors)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..tuner.modules import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
 
-__all__ = ["CausalLM", "check_window", "count_positions"]
+__all__ = ["CausalLM", "check_window", "count_positions", "find_cache"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _SLIDING = {"full_attention", "sliding_attention"}
@@ -30,6 +30,15 @@ def count_positions(model: nn.Module) -> int | None:
     if not isinstance(positions, int) or positions <= 0:
         return None
     return positions
+
+
+def find_cache(outputs: Any) -> Any:
+    """Return the keys and values in what a model's forward returns; None where there are none."""
+    # Their name since transformers 5.24.
+    cache = getattr(outputs, "cache", None)
+    if cache is None:
+        cache = getattr(outputs, "past_key_values", None)
+    return cache
 
 
 def check_window(window: int, positions: int | None) -> None:
@@ -71,6 +80,8 @@ class CausalLM:
         self._cpu_attention = cpu_attention
         self._config = self.base.config.get_text_config()
         self._accepts = inspect.signature(self.base.forward).parameters.keys()
+        # transformers 5.24 gave the argument another name.
+        self._cache_argument = "cache" if "cache" in self._accepts else "past_key_values"
         rope = getattr(self._config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
             self.rope_positions = rope.get("original_max_position_embeddings")
@@ -113,8 +124,13 @@ class CausalLM:
     def outputs(
         self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs: Any
     ) -> Any:
-        """Return what the model's forward returns, with the same logits or those of more tokens."""
+        """Return what the model's forward returns, with the same logits or those of more tokens.
+
+        Keys and values are given as `past_key_values`, whatever the model calls them.
+        """
         options = {"logits_to_keep": self._logits_to_keep(ids, count), **kwargs}
+        if "past_key_values" in options:
+            options[self._cache_argument] = options.pop("past_key_values")
         options = {name: value for name, value in options.items() if name in self._accepts}
         if adapters is not None:
             options["adapter_names"] = list(adapters)
@@ -155,7 +171,7 @@ class CausalLM:
     def can_cache(self) -> bool:
         """Return whether the model's context is only keys and values, which can slide."""
         layer_types = set(getattr(self._config, "layer_types", None) or ())
-        if not layer_types <= _SLIDING or "past_key_values" not in self._accepts:
+        if not layer_types <= _SLIDING or self._cache_argument not in self._accepts:
             return False
         return "position_ids" in self._accepts or self._config.model_type in _RELATIVE
 

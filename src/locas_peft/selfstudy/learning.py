@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ from ..ttt.active import calibrate_empty
 from ..ttt.learner import Learner
 from ..tuner import evaluating, trained_parameters
 from .discriminants import can_tell_apart, place_discriminants, upper_layers_trained
-from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
+from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
+from .passages import Passage, split_passages
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
@@ -167,6 +168,8 @@ class SelfStudy:
         discriminants: whether the upper layers of a LOCAS memory, which has no norm clip, begin
             with rows of `place_discriminants` where `can_tell_apart`. They alone are then trained.
             Elsewhere questions and least steps are doubled.
+        load_writer: returns another causal LM and its tokenizer, which write the questions in place
+            of the base. It is called where questions are left to write.
 
     Attributes:
         exchanges: those so far.
@@ -191,6 +194,7 @@ class SelfStudy:
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
         discriminants: bool = False,
+        load_writer: Callable[[], tuple[nn.Module, Any]] | None = None,
     ):
         if settings.learning_rate is None:
             remedy = "give one, 1e-3 say, or complete the settings"
@@ -205,6 +209,7 @@ class SelfStudy:
         self._passes = settings.passes
         self._seed = seed
         self._discriminants = discriminants
+        self._load_writer = load_writer
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
         if self._anchor_weight:
@@ -313,9 +318,15 @@ class SelfStudy:
 
     def _write(self) -> Iterator[StudyStep]:
         total = len(self._passages)
+        if BLOCK * self._blocks >= total:
+            return
+        model = self._model
+        tokenizer = self._tokenizer
+        if self._load_writer is not None:
+            model, tokenizer = self._load_writer()
         blocks = write_exchanges(
-            self._model,
-            self._tokenizer,
+            model,
+            tokenizer,
             self._passages,
             self._count_questions(),
             seed=self._seed,

@@ -19,12 +19,13 @@ from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixe
 from ..asking.prompts import WRITE_PROMPT, decode_after, list_stops
 from ..model.causal_lm import CausalLM
 from ..tuner import adapters_disabled, evaluating
-from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
+from .exchanges import Exchange
+from .passages import LONGEST_PASSAGE, REPORTED, Passage
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
 BLOCK = 32
-"""How many passages' exchanges are written together: a step of decoding costs little more for more."""
+"""How many passages' exchanges are written together. A batch of more rows costs little more."""
 ROUNDS = 4
 _TEMPERATURE = 0.7
 # A question's next token is drawn from so many: from the whole vocabulary takes as long as the

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checks import invalid
 from ..tuner.attached import find_memory
-from ..tuner.ffn import FFNParts
+from ..tuner.ffn import HostFFN
 from ..tuner.finding import AnyFFN, find_ffns
 from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
@@ -88,27 +88,31 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
     if neurons is None:
         neurons = max(layer.locas_up[adapter_name].out_features for layer in layers)
     factors: dict[str, Factors] = {}
+    hosts: list[HostFFN] = []
     for layer in layers:
         if layer.merged:
             got = f"{layer.name} merged"
             raise invalid("the memory", "not be merged", got, "call unmerge_adapter() first.")
         layer.check_exportable(adapter_name)
-        _check_dense(layer.name, layer.ffn)
-        factors |= _factorize(layer, adapter_name, neurons)
-    is_transposed = any(isinstance(layer.ffn.down, Conv1D) for layer in layers)
+        host = _check_dense(layer.name, layer.ffn)
+        hosts.append(host)
+        factors |= _factorize(layer, host, adapter_name, neurons)
+    is_transposed = any(isinstance(host.down, Conv1D) for host in hosts)
     config = _make_config(model.get_base_model(), factors, is_transposed)
     return config, _name_tensors(factors)
 
 
-def _factorize(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, Factors]:
+def _factorize(
+    layer: LocasLayer, host: HostFFN, adapter_name: str, neurons: int
+) -> dict[str, Factors]:
     """Return the factors of the LoRA on each projection of one FFN, by the projection's name."""
     gate, up, down = layer.neurons(adapter_name)
-    parts: FFNParts = layer.ffn.parts
+    parts = host.parts
     r = len(up)
     if r > neurons:
         rule = f"be at least the memory's r of {r}"
         raise invalid("neurons", rule, neurons, "raise it.")
-    width = layer.ffn.width
+    width = host.width
     # [0; I; 0]
     places = up.new_zeros(width + neurons, r)
     places[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
@@ -149,10 +153,12 @@ def _name_tensors(factors: dict[str, Factors]) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_dense(name: str, ffn: AnyFFN) -> None:
+def _check_dense(name: str, ffn: AnyFFN) -> HostFFN:
+    """Return an FFN that is no mixture; a `ValueError` for a mixture."""
     if isinstance(ffn, HostMixture):
         problem = "a memory beside a mixture of experts cannot be exported as LoRA"
         raise ValueError(f"{problem}, got {name}: merge it.")
+    return ffn
 
 
 def _shorten(names: Collection[str], base: nn.Module) -> list[str]:

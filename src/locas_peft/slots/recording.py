@@ -175,9 +175,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _stack(tensors: list[Tensor | None], count: int, chosen: Tensor | None) -> Tensor:
-    device = tensors[0].device
+    # None is missing: `_check_recorded` was called.
+    recorded = [tensor for tensor in tensors if tensor is not None]
+    device = recorded[0].device
     parts = []
-    for tensor in tensors:
+    for tensor in recorded:
         part = tensor[-count:]
         if chosen is not None:
             part = part[chosen.to(part.device)]

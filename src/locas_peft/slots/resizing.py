@@ -235,7 +235,8 @@ def _measure_slots(
     model: nn.Module, name: str, layers: list[LocasLayer], batches: Batches
 ) -> list[Tensor]:
     """Return M^T M of each layer's memory over a text, `[R, R]` float32 sums, without padding."""
-    grams: list[Tensor | None] = [None] * len(layers)
+    # By the layer's index.
+    grams: dict[int, Tensor] = {}
     mask: Tensor | None = None
 
     def make_counter(index: int) -> Callable[[nn.Module, tuple], None]:
@@ -244,7 +245,7 @@ def _measure_slots(
             if mask is not None:
                 activation = activation[mask.flatten().bool()]
             gram = activation.T @ activation
-            if grams[index] is not None:
+            if index in grams:
                 gram = grams[index] + gram
             grams[index] = gram
 
@@ -258,14 +259,14 @@ def _measure_slots(
             inputs = to_inputs(model, batch)
             mask = inputs.get("attention_mask")
             model(**inputs)
-    if any(gram is None for gram in grams):
+    if len(grams) < len(layers):
         rule = f"batches must hold a text that the memory '{name}' is active on"
         raise ValueError(f"{rule}, got none: activate it.")
-    if not all(gram.isfinite().all() for gram in grams):
+    if not all(gram.isfinite().all() for gram in grams.values()):
         raise ValueError(
             "a memory's activations are not finite on the text: check the base and its dtype."
         )
-    return grams
+    return [grams[index] for index in range(len(layers))]
 
 
 @torch.no_grad()

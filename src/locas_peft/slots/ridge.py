@@ -6,10 +6,10 @@ log-likelihood at its output, a layer's map is
     M = S + C^-1 A'G * rate N / (N + prior) / g,    C = A'A + ridge d I
 
 with d the mean of the diagonal of A'A, g the mean square of the elements of G, and S the map that
-the slots had before (usually 0). docs/concepts/ridge.md has the reasons. M is cut to n terms p v', the
-first in the singular value decomposition of C^(1/2) M, with p scaled so that p A has a mean square
-of 1. All inputs share a direction m, with m A about 1. It keeps the slot of each term on, and one
-more slot takes the constant away again:
+the slots had before (usually 0). docs/concepts/ridge.md has the reasons. M is cut to n terms p v',
+the first in the singular value decomposition of C^(1/2) M, with p scaled so that p A has a mean
+square of 1. All inputs share a direction m, with m A about 1. It keeps the slot of each term on,
+and one more slot takes the constant away again:
 
     sum_j f((p_j + SHIFT m) A) v_j - f(m A) SHIFT sum_j v_j = sum_j (p_j A) v_j
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from locas_settings import AdapterSettings, ReadSettings, StudySettings
+from locas_settings import AdapterSettings, ReadSettings, StageSettings
 
 from .. import backbone
 from ..checks import check_choice
@@ -44,9 +44,10 @@ _OF_EVERY_METHOD = {
     "warmup_steps",
     "exchanges",
     "passes",
+    "writer",
 }
 
-Settings = TypeVar("Settings", ReadSettings, StudySettings)
+Settings = TypeVar("Settings", bound=StageSettings)
 
 
 def complete(settings: Settings, base: PreTrainedModel | None = None) -> Settings:
@@ -69,7 +70,7 @@ def complete(settings: Settings, base: PreTrainedModel | None = None) -> Setting
     return dataclasses.replace(settings, **values)
 
 
-def choose_values(settings: AdapterSettings) -> dict[str, Any]:
+def choose_values(settings: StageSettings) -> dict[str, Any]:
     """Return the values of the settings that the method has: those given, or else its own.
 
     Values that contradict each other, or that the method does not have, are a `ValueError`. No base
@@ -83,7 +84,7 @@ def choose_values(settings: AdapterSettings) -> dict[str, Any]:
     return method.complete(list_settings(settings), chosen)
 
 
-def list_settings(settings: AdapterSettings) -> dict[str, Any]:
+def list_settings(settings: StageSettings) -> dict[str, Any]:
     """Return the settings that the method of a stage has, with their default values.
 
     A method that cannot study is a `ValueError`.
@@ -126,6 +127,9 @@ def _choose_context(base: PreTrainedModel | None) -> str:
 
 def training_settings(settings: ReadSettings) -> TrainingSettings:
     """Return the settings of the loop, from complete settings of a reading."""
+    assert settings.window is not None
+    assert settings.stride is not None
+    assert settings.context is not None
     return TrainingSettings(
         window=settings.window,
         stride=settings.stride,

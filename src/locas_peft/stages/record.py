@@ -136,7 +136,7 @@ class ReadRecord(Record):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ReadRecord":
         record = super().from_json(value)
-        curve = [tuple(point) for point in record.curve]
+        curve = [(tokens, value) for tokens, value in record.curve]
         return dataclasses.replace(record, curve=curve)
 
     @classmethod

@@ -138,6 +138,8 @@ class StageRun:
     def finish(self) -> Record:
         """Save what was learned; return the record of the stage."""
         if self.record is None:
+            # A run without a record was given it by `_open`.
+            assert self._save is not None
             self.record = self._save(self)
         return self.record
 
@@ -178,6 +180,8 @@ class StageRun:
         A checkpoint that is damaged, or of another stage, model, adapter, setting or text, is a
         `ValueError`; the stage, its model and torch's random state are then as before.
         """
+        # The state was loaded from it.
+        assert self._folder is not None
         try:
             difference = self._find_difference(state)
             if difference is None:
@@ -335,6 +339,9 @@ def open_study(
 ) -> Iterator[StageRun]:
     """Open a study for the duration of the context; arguments and errors are those of `study`."""
     settings = complete(settings, base)
+    if settings.writer is not None and exchanges is not None:
+        rule = "writer writes questions about the text, got exchanges too"
+        raise ValueError(f"{rule}: leave one of them out")
     input_ids = _check_text(input_ids, settings)
     expected = _describe_expected("study", settings, input_ids)
     expected["given"] = exchanges is not None
@@ -395,14 +402,14 @@ def _open(
         # What the memory has learned before stays with it, whatever stage goes on.
         former = _load_former(setup)
         earlier = _load_earlier(setup.start)
+        base_sha256 = fingerprint(setup.base)
         digests = {
-            "base_sha256": fingerprint(setup.base),
+            "base_sha256": base_sha256,
             "tokenizer_sha256": digest_tokenizer(setup.tokenizer),
         }
         model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
         peak = PeakMemory(setup.base.device)
         stage = make_stage(model, earlier)
-        base_sha256 = digests["base_sha256"]
         shared = _describe_run(model, stage, setup.settings, origin, base_sha256)
         run = StageRun(stage, place, folder, shared, former)
 

@@ -70,12 +70,12 @@ def save_stages(
         if exchanges:
             save_exchanges(folder / EXCHANGES, exchanges)
         if sample is not None:
-            (folder / SAMPLE).write_text(sample, encoding="utf-8")
+            (folder / SAMPLE).write_text(sample, encoding="utf-8", newline="\n")
         if kept_text is not None:
-            (folder / TEXT).write_text(kept_text, encoding="utf-8")
+            (folder / TEXT).write_text(kept_text, encoding="utf-8", newline="\n")
 
     card = _make_card(model.peft_config[model.active_adapter], records)
-    save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
+    save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
     # Files of the memory that this one replaces.
     stale = [READING, PASSAGES, SIGNATURE, TEXT_SIGNATURE]
     if not exchanges:
@@ -140,7 +140,7 @@ def _make_card(config: PeftConfig, records: Sequence[Record]) -> str:
     title = escape(last.title or "a text")
     rows = {
         "text": title,
-        "base": escape(settings.model),
+        "base": escape(settings.base_name),
         "method": f"{last.method}, {last.extra_parameters:,} parameters",
     }
     made = []
@@ -153,7 +153,7 @@ def _make_card(config: PeftConfig, records: Sequence[Record]) -> str:
             rows[name] = f"`{value}`"
     how = f"trained by {' and '.join(dict.fromkeys(made))} one text"
     note = f"The perplexities are of this text alone. All settings and figures are in `{RECORD}`."
-    return make_card(settings.model, config.peft_type, title, how, rows, note)
+    return make_card(settings.base_name, config.peft_type, title, how, rows, note)
 
 
 def _describe_stage(record: Record) -> dict[str, str]:

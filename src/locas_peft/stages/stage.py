@@ -5,6 +5,7 @@ Both have the same interface, so that one function runs, checkpoints and resumes
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate.utils import recursively_apply
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from locas_settings import ReadSettings, StudySettings
 
 from ..asking import current_day, dated
+from ..bases import load_base
 from ..selfstudy import Exchange, SelfStudy, StudyStep
 from ..text import digest_ids
 from ..ttt import (
@@ -158,6 +160,9 @@ class Study(Stage):
         self._model = model
         self._date = current_day()
         self.text_sha256 = digest_ids(input_ids)
+        load_writer = None
+        if settings.writer is not None:
+            load_writer = partial(load_base, settings.writer)
         self.study = SelfStudy(
             model,
             tokenizer,
@@ -166,6 +171,7 @@ class Study(Stage):
             given=given,
             earlier=earlier,
             discriminants=is_fresh and separates(settings),
+            load_writer=load_writer,
         )
 
     def steps(self) -> Iterator[StudyStep]:
@@ -218,12 +224,15 @@ def separates(settings: StudySettings) -> bool:
 def make_trainer(model: nn.Module, settings: ReadSettings) -> TestTimeTrainer:
     """Return the trainer of a reading with complete settings, and with the method's steps."""
     writers = METHODS[settings.method].make_writers(settings, model)
+    loop = training_settings(settings)
     steps = list(writers)
     if settings.anchor:
-        tokens = max(min(settings.stride, ANCHOR_TOKENS), 2)
+        # Complete settings have both or none.
+        assert settings.anchor_every is not None
+        tokens = max(min(loop.stride, ANCHOR_TOKENS), 2)
         texts = OwnText(model, tokens=tokens, seed=settings.seed)
         steps.append(Anchor(texts, weight=settings.anchor, every=settings.anchor_every))
     # The mean of two maps that were written is neither map: they may have other slots.
     if settings.readings > 1 and not writers:
         steps.append(MeanOfReadings())
-    return TestTimeTrainer(model, training_settings(settings), steps=steps)
+    return TestTimeTrainer(model, loop, steps=steps)

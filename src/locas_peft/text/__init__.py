@@ -1,6 +1,16 @@
-"""Texts: files, token ids, control tokens, sentences, words."""
+"""Texts: files, token ids, control tokens, blocks, dialogues, sentences, words."""
 
+from .blocks import (
+    Block,
+    is_code,
+    list_blocks,
+    split_items,
+    split_pairs,
+    split_records,
+    split_rows,
+)
 from .control_tokens import encode_marked, encode_text, mark_turns
+from .dialogues import Turn, ends_sentence, list_turns
 from .documents import (
     NAME,
     digest_ids,
@@ -17,17 +27,27 @@ from .words import holds_phrase, list_runs, split_words
 
 __all__ = [
     "NAME",
+    "Block",
+    "Turn",
     "digest_ids",
     "digest_json",
     "digest_tokenizer",
     "encode_marked",
     "encode_text",
+    "ends_sentence",
     "find_start_token",
     "holds_phrase",
+    "is_code",
+    "list_blocks",
     "list_runs",
+    "list_turns",
     "load_text",
     "mark_turns",
     "python_reference",
+    "split_items",
+    "split_pairs",
+    "split_records",
+    "split_rows",
     "split_sentences",
     "split_words",
     "tokenize",

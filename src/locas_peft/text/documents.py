@@ -97,9 +97,13 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     """
     if max_tokens is not None and max_tokens < 2:
         raise invalid("max_tokens", "be at least 2", max_tokens, "raise it, or leave it out")
-    characters = len(text) if max_tokens is None else 8 * (max_tokens + _MARGIN_TOKENS)
+    characters = len(text)
+    wanted = len(text)
+    if max_tokens is not None:
+        wanted = max_tokens + _MARGIN_TOKENS
+        characters = 8 * wanted
     ids = encode_text(tokenizer, text[:characters])
-    while characters < len(text) and len(ids) < max_tokens + _MARGIN_TOKENS:
+    while characters < len(text) and len(ids) < wanted:
         characters *= 4
         ids = encode_text(tokenizer, text[:characters])
     if len(ids) < 2:

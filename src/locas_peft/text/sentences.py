@@ -4,6 +4,8 @@ The rules are those of the text's language: its abbreviations, dates and marks t
 The language is guessed from the script and, where several languages share it, from short words.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import regex
@@ -11,7 +13,7 @@ import sentencex
 
 from .words import split_words
 
-__all__ = ["split_sentences"]
+__all__ = ["fills_column", "is_wrapped", "split_sentences"]
 
 # The languages with rules of their own, by script, with frequent words where several languages
 # share a script. The first language of a script is the one without evidence for another.
@@ -66,7 +68,7 @@ _NARROWEST_COLUMN = 40
 _RAGGED = 5
 
 
-def split_sentences(text: str) -> list[str]:
+def split_sentences(text: str, whole: str | None = None) -> list[str]:
     """Return the sentences of a text in their order, without the white space around them.
 
     A line break ends a sentence: items of a list, rows of a table and lines of code or of a log
@@ -75,10 +77,16 @@ def split_sentences(text: str) -> list[str]:
 
     Each piece is a part of the text as it stands, and together the pieces hold all of the text but
     white space.
+
+    Args:
+        whole: a longer text that `text` is a part of. Its language and its line breaks tell more
+            than those of a few lines. None for `text` itself.
     """
-    language = _guess_language(text[:_GUESSED_CHARACTERS])
+    if whole is None:
+        whole = text
+    language = _guess_language(whole[:_GUESSED_CHARACTERS])
     sentences: list[str] = []
-    for block in _list_blocks(text):
+    for block in _list_blocks(text, is_wrapped(whole)):
         if _ROW.match(block):
             pieces = [block]
         else:
@@ -87,6 +95,27 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
+@lru_cache(maxsize=4)
+def is_wrapped(text: str) -> bool:
+    """Return whether the paragraphs of a text are hard-wrapped: their lines begin in lower case."""
+    continued = [line for group in _list_all_groups(text) for line in group[1:]]
+    lower = sum(_LOWER_CASE.match(line) is not None for line in continued)
+    return lower > _FEWEST_LOWER_CASE * len(continued)
+
+
+def fills_column(lines: Sequence[str]) -> bool:
+    """Return whether no line but the last has room for the first word of the next one."""
+    widths = [len(line.rstrip()) for line in lines]
+    if max(widths) < _NARROWEST_COLUMN:
+        return False
+    for width, following in zip(widths, lines[1:], strict=False):
+        word = following.lstrip().split(" ")[0]
+        if width + 1 + len(word) + _RAGGED <= max(widths):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4)
 def _guess_language(text: str) -> str:
     """Return the language, among those with rules, whose script and words a text has most of."""
     letters = {}
@@ -113,21 +142,19 @@ def _split_block(block: str, language: str) -> list[str]:
     return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
 
 
-def _list_blocks(text: str) -> list[str]:
-    """Return the lines of a text; those of a hard-wrapped paragraph or item are one block."""
-    groups = [
-        group for paragraph in _PARAGRAPH_END.split(text) for group in _list_groups(paragraph)
-    ]
-    continued = [line for group in groups for line in group[1:]]
-    lower = sum(_LOWER_CASE.match(line) is not None for line in continued)
-    is_wrapped = lower > _FEWEST_LOWER_CASE * len(continued)
+def _list_blocks(text: str, wrapped: bool) -> list[str]:
+    """Return the lines of a text; those of a paragraph or item that is `wrapped` are one block."""
     blocks: list[str] = []
-    for group in groups:
-        if is_wrapped and _fills_column(group):
+    for group in _list_all_groups(text):
+        if wrapped and fills_column(group):
             blocks.append("\n".join(group))
         else:
             blocks += group
     return blocks
+
+
+def _list_all_groups(text: str) -> list[list[str]]:
+    return [group for paragraph in _PARAGRAPH_END.split(text) for group in _list_groups(paragraph)]
 
 
 def _list_groups(paragraph: str) -> list[list[str]]:
@@ -138,15 +165,3 @@ def _list_groups(paragraph: str) -> list[list[str]]:
             groups.append([])
         groups[-1].append(line)
     return groups
-
-
-def _fills_column(lines: list[str]) -> bool:
-    """Return whether no line but the last has room for the first word of the next one."""
-    widths = [len(line.rstrip()) for line in lines]
-    if max(widths) < _NARROWEST_COLUMN:
-        return False
-    for width, following in zip(widths, lines[1:], strict=False):
-        word = following.lstrip().split(" ")[0]
-        if width + 1 + len(word) + _RAGGED <= max(widths):
-            return False
-    return True

@@ -100,15 +100,17 @@ def observe_host(
         if not isinstance(module, LocasLayer) or module in layers:
             active_modules.append(module)
     try:
+        calibrations = []
         for layer in layers:
             layer.calibration = layer.start_calibration(name, r, across_processes)
+            calibrations.append(layer.calibration)
         with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
             for batch in batches:
                 inputs = to_inputs(model, batch)
                 for layer in layers:
                     layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
-        return [layer.calibration.finish() for layer in layers]
+        return [calibration.finish() for calibration in calibrations]
     finally:
         for layer in layers:
             layer.calibration = None

@@ -46,8 +46,12 @@ def combined_config(
     combined.rank_pattern = {name: width for name, width in widths.items() if width != combined.r}
     combined.scaling = 1.0
     # Slots of each memory keep their length.
-    radii = [config.max_slot_norm for config in configs_in_order]
-    combined.max_slot_norm = None if None in radii else max(radii)
+    radii: list[float] = []
+    for config in configs_in_order:
+        if config.max_slot_norm is not None:
+            radii.append(config.max_slot_norm)
+    all_clipped = len(radii) == len(configs_in_order)
+    combined.max_slot_norm = max(radii) if all_clipped else None
     combined.set_record("slots", None)
     if all(config.get_record("slots") for config in configs_in_order):
         slots = {name: _join_slots(configs_in_order, name) for name in names}

@@ -9,6 +9,7 @@ changes no output. A new strategy is one function and one row of `STRATEGIES`.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Calibration:
         # Sum over tokens of |M|, [F] float64.
         self._activity: Tensor | None = None
         # Of each sampled token its random key [n] float64, A [n, D] and |FFN(A)| [n].
-        self._sample: tuple[Tensor, Tensor, Tensor] | None = None
+        self._sample: tuple[Tensor, ...] | None = None
         rank = dist.get_rank() if self._across_processes else 0
         self._generator = make_generator(seed, f"process {rank}")
 
@@ -79,7 +80,7 @@ class Calibration:
         # Each token gets a random key and the largest keys stay. This draws uniformly from a stream
         # of unknown length, the same tokens in every layer.
         keys = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
-        samples = [(keys, inputs.float(), outputs.float().norm(dim=-1))]
+        samples: list[tuple[Tensor, ...]] = [(keys, inputs.float(), outputs.float().norm(dim=-1))]
         if self._sample is not None:
             samples.insert(0, self._sample)
         self._sample = self._keep_largest(samples)
@@ -95,24 +96,31 @@ class Calibration:
         Raises:
             ValueError: where there were no tokens, or values that are not finite.
         """
-        tokens = torch.tensor(float(self._tokens), dtype=torch.float64)
-        if self._activity is not None and self._across_processes:
-            tokens = tokens.to(self._activity.device)
-            dist.all_reduce(self._activity)
+        activity = self._activity
+        sample = self._sample
+        # Both are there after the first forward.
+        if activity is None or sample is None:
+            raise _describe_no_tokens()
+        tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=activity.device)
+        if self._across_processes:
+            dist.all_reduce(activity)
             dist.all_reduce(tokens)
             gathered: list = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, tuple(tensor.cpu() for tensor in self._sample))
-            self._sample = self._keep_largest(gathered)
+            dist.all_gather_object(gathered, tuple(tensor.cpu() for tensor in sample))
+            sample = self._keep_largest(gathered)
         if tokens == 0:
-            remedy = "give at least one batch with a token that is no padding."
-            raise ValueError(f"calibration saw no tokens: {remedy}")
-        device = self._activity.device
-        _, inputs, output_norms = (tensor.to(device) for tensor in self._sample)
-        for tensor in (self._activity, inputs, output_norms):
+            raise _describe_no_tokens()
+        _, inputs, output_norms = (tensor.to(activity.device) for tensor in sample)
+        for tensor in (activity, inputs, output_norms):
             if not tensor.isfinite().all():
                 problem = "an FFN's activations are not finite on the calibration text"
                 raise ValueError(f"{problem}: check base and dtype.")
-        return Statistics(self._activity / tokens.to(device), inputs, output_norms)
+        return Statistics(activity / tokens, inputs, output_norms)
+
+
+def _describe_no_tokens() -> ValueError:
+    remedy = "give at least one batch with a token that is no padding."
+    return ValueError(f"calibration saw no tokens: {remedy}")
 
 
 def is_distributed() -> bool:
@@ -129,7 +137,8 @@ class Rows:
     slots: Tensor | None = None  # LongTensor [R], the cloned host slots; None if none was cloned
 
 
-MakeRows = Callable[[AnyFFN, Statistics | None, int, torch.Generator], Rows]
+# The statistics are `Statistics`, or `None` where the strategy needs no calibration.
+MakeRows = Callable[[AnyFFN, Any, int, torch.Generator], Rows]
 """Makes rows from the host FFN, the statistics (or `None`), R and a generator."""
 
 

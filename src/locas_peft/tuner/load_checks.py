@@ -143,9 +143,9 @@ def check_tensors(
     expected = {}
     for key, tensor in loadable.items():
         expected[remove_adapter_name(key, adapter_name)] = tensor
-    problem = find_problem(named, expected, config)
-    if problem is not None:
-        raise ValueError(f"the memory does not fit the model: {problem}.")
+    misfit = find_problem(named, expected, config)
+    if misfit is not None:
+        raise ValueError(f"the memory does not fit the model: {misfit}.")
 
 
 def _describe_stranger(key: str, is_of_base: bool) -> str:

@@ -67,12 +67,16 @@ def split_keys(keys: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def split_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return the parts of the memory beside each FFN, by its name, and all other tensors' names."""
-    memory, others = split_keys(tensors)
+    others: list[str] = []
     layers: dict[str, dict[str, Tensor]] = {}
-    for key in memory:
-        ffn, part = parse_key(key)
+    for key, tensor in tensors.items():
+        parsed = parse_key(key)
+        if parsed is None:
+            others.append(key)
+            continue
+        ffn, part = parsed
         parts = layers.setdefault(ffn, {})
-        parts[part] = tensors[key]
+        parts[part] = tensor
     return layers, others
 
 

@@ -76,7 +76,7 @@ class RowNames:
 
 def _find_rows(kwargs: dict[str, Any], names: tuple[str | None, ...] = ()) -> Tensor | None:
     for name in (*names, *_ROWS):
-        if kwargs.get(name) is not None:
+        if name is not None and kwargs.get(name) is not None:
             return kwargs[name]
     return None
 

@@ -62,13 +62,16 @@ class HostMixture:
         experts = unwrap(owner.experts)
         self._is_wrapped = isinstance(experts, BaseTunerLayer)
         self.experts = unwrap(experts.get_base_layer()) if self._is_wrapped else experts
-        self.act = getattr(self.experts, "act_fn", None)
-        if not callable(self.act) or not _has_fused_weights(self.experts):
+        activation = getattr(self.experts, "act_fn", None)
+        if not callable(activation) or not _has_fused_weights(self.experts):
             kind = type(owner).__name__
             raise ValueError(f"{self.name} ({kind}) has experts of an unknown structure.")
+        self.act: Callable[[Tensor], Tensor] = activation
         self.hidden_size = self.experts.down_proj.shape[1]
         self.shared = self._find_shared()
         self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
+        # The shared expert, where memories are merged into it: its weight is 1.
+        self._widened = self.shared if self._shared_gate is None else None
 
     def _find_shared(self) -> HostFFN | None:
         for part in SHARED_EXPERTS:
@@ -85,12 +88,12 @@ class HostMixture:
     @property
     def widens_shared(self) -> bool:
         """Return whether memories are merged into the shared expert, which has the weight 1."""
-        return self.shared is not None and self._shared_gate is None
+        return self._widened is not None
 
     @property
     def width(self) -> int:
         """Return the width of what merging widens: the shared expert, or each of the experts."""
-        return self.shared.width if self.widens_shared else self.expert_width
+        return self.expert_width if self._widened is None else self._widened.width
 
     @property
     def slots(self) -> int:
@@ -120,7 +123,7 @@ class HostMixture:
             gate = weight[expert, neuron].float()
             up = weight[expert, width + neuron].float()
         of_shared = slots >= routed
-        if of_shared.any():
+        if self.shared is not None and of_shared.any():
             gate[of_shared], up[of_shared] = self.shared.gate_and_up_rows(slots[of_shared] - routed)
         return gate, up
 
@@ -186,16 +189,16 @@ class HostMixture:
 
     def find_other_adapter(self) -> str | None:
         """Return a message if what merging widens has an adapter, or `None`."""
-        if self.widens_shared:
-            return self.shared.find_other_adapter()
+        if self._widened is not None:
+            return self._widened.find_other_adapter()
         if self._is_wrapped:
             return "the experts carry another adapter: merge or unload that one first"
         return None
 
     def find_obstacle(self) -> str | None:
         """Return the reason why no memory can be merged into the block, or `None`."""
-        if self.widens_shared:
-            return self.shared.find_obstacle()
+        if self._widened is not None:
+            return self._widened.find_obstacle()
         obstacle = self.find_other_adapter()
         for name in ("gate_up_proj", "down_proj"):
             if obstacle is None:
@@ -227,8 +230,8 @@ class HostMixture:
 
         Gate and up are `[R, D]`, down `[D, R]`; the result is in the host's dtype.
         """
-        if self.widens_shared:
-            return self.shared.fit_neurons(gate, up, down)
+        if self._widened is not None:
+            return self._widened.fit_neurons(gate, up, down)
         dtype = self.experts.down_proj.dtype
         down = (down.float() / self.routing_sum()).to(down.dtype)
         return gate.to(dtype), up.to(dtype), down.to(dtype)
@@ -236,8 +239,8 @@ class HostMixture:
     @torch.no_grad()
     def widen(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         """Append R neurons of `fit_neurons`; `narrow` restores the block bit for bit."""
-        if self.widens_shared:
-            self.shared.widen(gate, up, down)
+        if self._widened is not None:
+            self._widened.widen(gate, up, down)
         else:
             self._append(gate, up, down)
 
@@ -261,8 +264,8 @@ class HostMixture:
     @torch.no_grad()
     def narrow(self, width: int) -> None:
         """Remove the neurons from `width` on. The others keep their bits."""
-        if self.widens_shared:
-            self.shared.narrow(width)
+        if self._widened is not None:
+            self._widened.narrow(width)
             return
         gate, up = self.experts.gate_up_proj.chunk(2, dim=1)
         self.experts.gate_up_proj.data = torch.cat([gate[:, :width], up[:, :width]], dim=1)
@@ -272,8 +275,8 @@ class HostMixture:
     @torch.no_grad()
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""
-        if self.widens_shared:
-            self.shared.pad(width)
+        if self._widened is not None:
+            self._widened.pad(width)
         elif width > self.width:
             rows = self.experts.down_proj.new_zeros(width - self.width, self.hidden_size)
             self._append(rows, rows, rows.T)

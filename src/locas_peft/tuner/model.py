@@ -261,6 +261,8 @@ class LocasModel(BaseTuner):
             configs = ConfigsWithFormer(configs)
             self.peft_config = configs
             self.model.peft_config = configs
+        # PEFT has refused a name without a config.
+        assert config is not None
         configs.former[adapter_name] = config
 
     def _unmerge_first(self) -> dict[BaseTunerLayer, list[str]]:
@@ -396,7 +398,8 @@ class LocasModel(BaseTuner):
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
         widen_to(groups, model, config)
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         self._hooks = None
         return model
 
@@ -658,7 +661,10 @@ def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
         return
     dims = {"locas_gate": ROWS, "locas_up": ROWS, "locas_down": COLUMNS}
     for key, tensor in tensors.items():
-        _, part = parse_key(key) or (None, None)
+        parsed = parse_key(key)
+        if parsed is None:
+            continue
+        _, part = parsed
         dim = dims.get(part)
         if dim is None or tensor.is_meta or tensor.dim() != 2:
             continue

@@ -79,6 +79,9 @@ class LocasMlp(MemoryMethod):
             return []
         if settings.update == "ridge":
             return [RidgeWriter(model)]
-        options = {"epsilon": settings.epsilon, "slots_per_chunk": settings.slots_per_chunk}
-        fold = "nlsvd" if settings.update == "nlsvd" else "refit"
-        return [SlotWriter(model, fold=fold, **options)]
+        options: dict[str, Any] = {
+            "epsilon": settings.epsilon,
+            "slots_per_chunk": settings.slots_per_chunk,
+            "fold": "nlsvd" if settings.update == "nlsvd" else "refit",
+        }
+        return [SlotWriter(model, **options)]

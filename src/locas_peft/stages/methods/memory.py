@@ -30,20 +30,19 @@ class MemoryMethod(Method):
 
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
         self._check_host(base)
-        fields = {}
+        fields: dict[str, Any] = {
+            "r": settings.r,
+            "init_weights": settings.init,
+            "output_scale": settings.output_scale,
+            "scaling": settings.scaling,
+            "layers_to_transform": find_layers(settings, base),
+            "seed": settings.seed,
+            "task_type": "CAUSAL_LM",
+        }
         if settings.max_slot_norm is not None:
             # 0 stands for no clip.
             fields["max_slot_norm"] = settings.max_slot_norm or None
-        return LocasConfig(
-            r=settings.r,
-            init_weights=settings.init,
-            output_scale=settings.output_scale,
-            scaling=settings.scaling,
-            layers_to_transform=find_layers(settings, base),
-            seed=settings.seed,
-            task_type="CAUSAL_LM",
-            **fields,
-        )
+        return LocasConfig(**fields)
 
     def _check_host(self, base: PreTrainedModel) -> None:
         kinds = {ffn.gated for ffn in find_ffns(base).values()}

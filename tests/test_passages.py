@@ -1,0 +1,333 @@
+"""Passages of texts of every kind: each keeps its meaning, and only a dialogue has speakers."""
+
+import time
+
+import pytest
+
+from locas_peft.asking.prompts import encode_answer
+from locas_peft.bases import loading
+from locas_peft.selfstudy import Passage, split_passages
+from locas_peft.text import is_code, list_blocks, list_turns, python_reference
+
+CODE = '''import os
+import sys
+
+RATE = 3
+
+
+def fare(stop, child=False):
+    """Return the fare to a stop."""
+    if child:
+        return 0
+
+    return stop.fare * RATE
+
+
+class Boat:
+    def leave(self):
+        print("left")
+'''
+CASES = {
+    "FAQ": (
+        "Q: When does the ferry leave?\nA: It leaves at seven.\n"
+        "Q: Who sells the tickets?\nA: The cook sells them. On Sundays the captain does.",
+        [
+            "Q: When does the ferry leave? A: It leaves at seven.",
+            "Q: Who sells the tickets? A: The cook sells them. On Sundays the captain does.",
+        ],
+    ),
+    "FAQ with blank lines": (
+        "Q: When does the ferry leave?\n\nA: It leaves at seven.\n\n"
+        "Q: Who sells the tickets?\n\nA: The cook does.\nHe is old.",
+        [
+            "Q: When does the ferry leave? A: It leaves at seven.",
+            "Q: Who sells the tickets? A: The cook does. He is old.",
+        ],
+    ),
+    "FAQ of headings": (
+        "## When does the ferry leave?\n\nIt leaves at seven.\n\n## Who sells the tickets?\n\nThe cook.",
+        [
+            "## When does the ferry leave? It leaves at seven.",
+            "## Who sells the tickets? The cook.",
+        ],
+    ),
+    "German FAQ": (
+        "Frage: Wann fährt die Fähre?\nAntwort: Sie fährt um sieben.\n"
+        "Frage: Wer verkauft die Karten?\nAntwort: Der Koch.",
+        [
+            "Frage: Wann fährt die Fähre? Antwort: Sie fährt um sieben.",
+            "Frage: Wer verkauft die Karten? Antwort: Der Koch.",
+        ],
+    ),
+    "Chinese FAQ": (
+        "问：渡船几点开？\n答：七点开。\n问：谁卖票？\n答：厨师卖票。",
+        ["问：渡船几点开？ 答：七点开。", "问：谁卖票？ 答：厨师卖票。"],
+    ),
+    "recipe": (
+        "Oskholm pancakes\nServes: 4\nTime: 20 minutes\nIngredients: flour, milk, eggs\n\n"
+        "Step 1: Mix the flour with the milk.\nStep 2: Add the eggs and stir well.\n"
+        "Note: They burn quickly in a pan.\nNote: Serve them with some jam.",
+        [
+            "Oskholm pancakes",
+            "Serves: 4; Time: 20 minutes; Ingredients: flour, milk, eggs",
+            "Step 1: Mix the flour with the milk.",
+            "Step 2: Add the eggs and stir well.",
+            "Note: They burn quickly in a pan.",
+            "Note: Serve them with some jam.",
+        ],
+    ),
+    "log": (
+        "INFO: server started\nWARN: disk is nearly full\nINFO: request served\nWARN: disk is full",
+        [
+            "INFO: server started",
+            "WARN: disk is nearly full",
+            "INFO: request served",
+            "WARN: disk is full",
+        ],
+    ),
+    "log with times": (
+        "2024-05-01 12:00:01 ferry: It has left the port.\n2024-05-01 12:00:07 crane: It has stopped.\n"
+        "2024-05-01 12:00:09 ferry: It has met a storm.\n2024-05-01 12:00:12 crane: It has fallen.",
+        [
+            "2024-05-01 12:00:01 ferry: It has left the port.",
+            "2024-05-01 12:00:07 crane: It has stopped.",
+            "2024-05-01 12:00:09 ferry: It has met a storm.",
+            "2024-05-01 12:00:12 crane: It has fallen.",
+        ],
+    ),
+    "contacts": (
+        "Name: Ann Lee\nPhone: 555 0101\nEmail: ann@skarn.example\n\n"
+        "Name: Ben Hall\nPhone: 555 0102\nEmail: ben@skarn.example\nAddress: 12 Harbour St.",
+        [
+            "Name: Ann Lee; Phone: 555 0101; Email: ann@skarn.example",
+            "Name: Ben Hall; Phone: 555 0102; Email: ben@skarn.example; Address: 12 Harbour St.",
+        ],
+    ),
+    "contacts without blank lines": (
+        "姓名：李明\n电话：5550101\n姓名：王芳\n电话：5550102",
+        ["姓名：李明; 电话：5550101", "姓名：王芳; 电话：5550102"],
+    ),
+    "notes": (
+        "Note: The ferry leaves at seven.\nTip: Take a warm coat with you.\n"
+        "Note: It is cold at sea.\nTip: The cook sells hot soup.",
+        [
+            "Note: The ferry leaves at seven.",
+            "Tip: Take a warm coat with you.",
+            "Note: It is cold at sea.",
+            "Tip: The cook sells hot soup.",
+        ],
+    ),
+    "numbered list": (
+        "The hut is locked. To open it you have to do this:\n1. Turn the brass key to the left.\n"
+        "2. Push the door with your shoulder.\n3. Ring.\nThen you are in.",
+        [
+            "The hut is locked.",
+            "To open it you have to do this: 1. Turn the brass key to the left.",
+            "To open it you have to do this: 2. Push the door with your shoulder. 3. Ring.",
+            "Then you are in.",
+        ],
+    ),
+    "list in a list": (
+        "The boat carries:\n\n- bread, which is in the cupboard\n- the key of the boat\n"
+        "  - its spare key in the drawer\n\nIt carries no fish.",
+        [
+            "The boat carries: - bread, which is in the cupboard",
+            "The boat carries: - the key of the boat - its spare key in the drawer",
+            "It carries no fish.",
+        ],
+    ),
+    "list of questions": (
+        "- Who sells the tickets?\n- When does the ferry leave?\n- Where is the church?",
+        ["- Who sells the tickets?", "- When does the ferry leave? - Where is the church?"],
+    ),
+    "CSV": (
+        'stop,fare,zone\nMill,3,A\n"Quay, old",2,B',
+        ["stop: Mill; fare: 3; zone: A", "stop: Quay, old; fare: 2; zone: B"],
+    ),
+    "CSV with semicolons": (
+        "Name;Ort\nJörg;Köln\nAnna;Bonn",
+        ["Name: Jörg; Ort: Köln", "Name: Anna; Ort: Bonn"],
+    ),
+    "TSV": ("name\tfare\nmill\t2\nquay\t3", ["name: mill; fare: 2", "name: quay; fare: 3"]),
+    "Markdown table": (
+        "Fares in euros:\n\n| Stop | Fare | Notes |\n|---|---:|---|\n| Mill | 3 | only in summer |\n"
+        "| Quay | 2 | |\n\nChildren travel free of charge.",
+        [
+            "Fares in euros: Stop: Mill; Fare: 3; Notes: only in summer",
+            "Fares in euros: Stop: Quay; Fare: 2",
+            "Children travel free of charge.",
+        ],
+    ),
+    "Python": (
+        CODE,
+        [
+            "import os\nimport sys\n\nRATE = 3",
+            'def fare(stop, child=False):\n    """Return the fare to a stop."""\n    if child:\n'
+            "        return 0\n\n    return stop.fare * RATE",
+            'class Boat:\n    def leave(self):\n        print("left")',
+        ],
+    ),
+    "code in Markdown": (
+        "Call the function like this.\n\n```\nfor stop in stops:\n    print(stop)\n```\n\nIt prints all stops.",
+        [
+            "Call the function like this.",
+            "for stop in stops:\n    print(stop)",
+            "It prints all stops.",
+        ],
+    ),
+    "hard-wrapped paragraph": (
+        "The ferry was built in 1931 by the\nengineer Tamsin Velde, and it stops at the\n"
+        "mill of Sant Brul: a house that nobody\nlives in and that is old. It sleeps in winter.",
+        [
+            "The ferry was built in 1931 by the engineer Tamsin Velde, and it stops at the mill of "
+            "Sant Brul: a house that nobody lives in and that is old. It sleeps in winter.",
+        ],
+    ),
+    "German": (
+        "Die Fähre fährt um sieben Uhr, z. B. nach Oskholm.\nHinweis: Am 3. Mai fährt sie nicht.",
+        [
+            "Die Fähre fährt um sieben Uhr, z. B. nach Oskholm.",
+            "Hinweis: Am 3. Mai fährt sie nicht.",
+        ],
+    ),
+    "Chinese": (
+        "李明在一九九九年开了一家书店。书店在小河的边上！",
+        ["李明在一九九九年开了一家书店。", "书店在小河的边上！"],
+    ),
+    "verse": (
+        "Roses are red, my dear,\nviolets are blue, I hear.",
+        ["Roses are red, my dear,", "violets are blue, I hear."],
+    ),
+    "lines with a number each": (
+        "The tent of the circus holds 1,150 people.\nThe town of Harmath has 3,400 of them.",
+        ["The tent of the circus holds 1,150 people.", "The town of Harmath has 3,400 of them."],
+    ),
+}
+DIALOGUES = {
+    "two speakers": (
+        "Ann: I moved to Bergen in May.\nBen: When do you come back?\n"
+        "Ann: I stay there for ever.\nBen: I would like to see it.",
+        [
+            'Ann said: "I moved to Bergen in May."',
+            'Ben said: "When do you come back?"',
+            'Ann said: "I stay there for ever."',
+            'Ben said: "I would like to see it."',
+        ],
+    ),
+    "turns apart": (
+        "A: Where is the old station?\n\nB: It is behind the church.\n\nA: I thank you very much!",
+        [
+            'A said: "Where is the old station?"',
+            'B said: "It is behind the church."',
+            'A said: "I thank you very much!"',
+        ],
+    ),
+    "three speakers": (
+        "Ann: The boat leaks very badly.\nBen: Then we need some tar.\nCy: I have it at home.\n"
+        "Ann: Bring it here on Monday.\nCy: I shall surely do so.\nBen: Thank you for your help.",
+        [
+            'Ann said: "The boat leaks very badly."',
+            'Ben said: "Then we need some tar."',
+            'Cy said: "I have it at home."',
+            'Ann said: "Bring it here on Monday."',
+            'Cy said: "I shall surely do so."',
+            'Ben said: "Thank you for your help."',
+        ],
+    ),
+    "a transcript with dates": (
+        "Session 1, 8 May, 2023\nAnn: I moved to Bergen in spring.\nBen: I did not know that.\n\n"
+        "2023-06-01\nAnn: I have bought a boat.\nBen: Which colour has it got?",
+        [
+            'Ann said: "I moved to Bergen in spring." on 8 May, 2023.',
+            'Ben said: "I did not know that." on 8 May, 2023.',
+            'Ann said: "I have bought a boat." on 2023-06-01.',
+            'Ben said: "Which colour has it got?" on 2023-06-01.',
+        ],
+    ),
+    "Chinese": (
+        "李明：我去年搬到了上海。\n王芳：什么时候？\n李明：五月的第一天。",
+        ['李明 said: "我去年搬到了上海。" 王芳 said: "什么时候？"', '李明 said: "五月的第一天。"'],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return loading.load_base(device="cpu")[1]
+
+
+def texts_of(passages: list[Passage]) -> list[str]:
+    return [passage.text for passage in passages]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_text_keeps_its_meaning(name, tokenizer):
+    text, passages = CASES[name]
+    # The tokens of the embedded backbone are short.
+    assert texts_of(split_passages(tokenizer, text, 300)) == passages
+    assert not list_turns(text.split("\n"))
+
+
+@pytest.mark.parametrize("name", DIALOGUES)
+def test_a_dialogue_has_speakers_in_turns(name, tokenizer):
+    text, passages = DIALOGUES[name]
+    assert texts_of(split_passages(tokenizer, text, 300)) == passages
+
+
+def test_a_dialogue_within_prose_is_one(tokenizer):
+    talk = DIALOGUES["two speakers"]
+    prose = "The club met in the hut at the old mill.\nIt was a very cold day.\nNobody had brought a coat."
+    text = f"{prose}\n\n{talk[0]}\n\n{prose}"
+    passages = split_passages(tokenizer, text, 300)
+    assert texts_of(passages) == [*prose.split("\n"), *talk[1], *prose.split("\n")]
+    assert [passage.subject for passage in passages[3:7]] == ["Ann", "Ben", "Ann", "Ben"]
+
+
+def test_a_long_answer_is_divided_after_its_question(tokenizer):
+    sentences = [f"It carries the mail of the island number {number}." for number in range(4)]
+    text = f"Q: What does it carry?\nA: {' '.join(sentences)}\nQ: Who?\nA: The cook of the ferry."
+    passages = texts_of(split_passages(tokenizer, text, 40))
+    assert len(passages) > 2
+    assert all(passage.startswith("Q: What does it carry?") for passage in passages[:-1])
+    assert all(any(sentence in passage for passage in passages) for sentence in sentences)
+
+
+def test_a_wide_row_is_divided_after_its_first_cell(tokenizer):
+    columns = [f"column{number}" for number in range(12)]
+    text = ",".join(columns) + "\n" + ",".join(f"value{number}" for number in range(12))
+    passages = texts_of(split_passages(tokenizer, text, 60))
+    assert len(passages) > 1
+    assert [passage for passage in passages if not passage.startswith("column0: value0; ")] == []
+    assert "column11: value11" in passages[-1]
+
+
+@pytest.mark.parametrize("name", [*CASES, *DIALOGUES])
+def test_no_passage_is_too_long(name, tokenizer):
+    text, _ = (CASES | DIALOGUES)[name]
+    for passage in split_passages(tokenizer, text, 24):
+        assert len(tokenizer(passage.text)["input_ids"]) <= 24
+
+
+def test_code_survives_as_an_answer(tokenizer):
+    passages = texts_of(split_passages(tokenizer, CODE, 300))
+    for passage in passages:
+        assert is_code(passage.split("\n"))
+        assert tokenizer.decode(encode_answer(tokenizer, passage)).strip() == passage
+
+
+@pytest.mark.parametrize("text", [CODE, python_reference()[:20_000], "```\nx = 3\n\n\ny = 4\n"])
+def test_blocks_hold_all_of_a_text(text):
+    joined = "".join(block.introduction + block.text for block in list_blocks(text))
+    expected = "".join(text.replace("```", "").split())
+    assert sorted("".join(joined.split()).replace("#", "")) == sorted(expected.replace("#", ""))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 100_000, "-" * 100_000 + "x", "!" * 100_000 + "x", "a,b;c|" * 20_000, "x:" * 50_000],
+)
+def test_a_long_line_takes_a_moment(text):
+    began = time.process_time()
+    list_blocks(text)
+    list_blocks(f"{text}\n{text}")
+    assert time.process_time() - began < 5
