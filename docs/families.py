@@ -328,7 +328,7 @@ REASONS = {
     "do not add up to a constant": "routing weights that do not add up to a constant",
     "beside a mixture of experts cannot be exported": "a mixture of experts has no LoRA",
     "no field of": "no field of the config holds the new width",
-    "not tried, no tiny model": "not tried: no tiny model could be made",
+    "not tried, no tiny model": "no tiny model could be made",
 }
 
 
@@ -354,28 +354,30 @@ def write_page(rows: Iterable[Row]) -> str:
         "- **saves, loads**, **merges**, **exports**: a saved, merged or exported memory gives the same outputs.",
         "- **checkpoint**: stock transformers loads the merged model.",
         "",
-        "A step that says *no* ends with an error before anything changes. [`ffn_parts`](howto/ffn.md) names the parts of an",
-        "FFN that is not found.",
+        "A step that does not work ends with an error before anything changes. [`ffn_parts`](howto/ffn.md) names the parts of",
+        "an FFN that is not found.",
         "",
-        "| families | FFN | " + " | ".join(STEPS) + " | why not |",
-        "|---" * (len(STEPS) + 3) + "|",
+        "| FFN | works | families |",
+        "|---|---|---|",
     ]
     for group, families in sorted(groups.items(), key=lambda item: -len(item[1])):
-        cells = " | ".join(group)
-        lines.append(f"| {', '.join(families)} | {cells} |")
+        lines.append(f"| {' | '.join(group)} | {', '.join(families)} |")
     return "\n".join(lines) + "\n"
 
 
-def describe_group(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row of the page: the FFN, each step, and the reasons in short."""
+def describe_group(row: Row) -> tuple[str, str]:
+    """Return the first cells of a row of the page: the FFN, and which steps work, or why not."""
     text = "; ".join(row.reasons)
     reasons = [reason for part, reason in REASONS.items() if part in text]
-    if row.reasons and not reasons:
+    failed = [step for step in STEPS if row.steps.get(step) != "yes"]
+    if "FAULT" in row.steps.values() or (text and not reasons):
         reasons = [escape(text)]
-    if any(step == "FAULT" for step in row.steps.values()):
-        reasons = [escape(text)]
-    steps = [row.steps.get(step, "") for step in STEPS]
-    return (row.ffns, *steps, "; ".join(reasons))
+    if not failed:
+        return (row.ffns, "all")
+    works = f"all but {', '.join(failed)}"
+    if "adds" in failed:
+        works = "none" if row.steps else "not tried"
+    return (row.ffns, f"{works}: {'; '.join(reasons)}")
 
 
 def escape(text: str) -> str:

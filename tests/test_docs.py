@@ -33,7 +33,6 @@ READ_PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     DOCS / "results.md",
-    DOCS / "scale.md",
     DOCS / "serving.md",
     DOCS / "week.md",
 ]
