@@ -31,7 +31,7 @@ def load_figures(book: str, row: str) -> dict:
 
 def list_cells(name: str) -> list[str]:
     """The cells of a row of the README's table of readings."""
-    table = README.split("perplexity, book 3649")[1]
+    table = README.split("perplexity, book 3649")[1].split("\n\n")[0]
     (line,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", table, re.MULTILINE)
     return [cell.strip() for cell in line.split("|")]
 

@@ -43,9 +43,16 @@ def test_setup_commands_are_two():
     ]
 
 
-def test_the_example_is_short():
-    (example,) = blocks("python")
-    assert len(example.splitlines()) <= 25
+def test_the_examples_are_short():
+    examples = blocks("python")
+    assert len(examples) == 2
+    for example in examples:
+        assert len(example.splitlines()) <= 25
+
+
+def test_the_readme_is_short():
+    words = [word for word in README.split() if any(letter.isalnum() for letter in word)]
+    assert len(words) <= 1_200
 
 
 def test_commands_of_the_table_exist():
@@ -77,7 +84,7 @@ def test_public_names_exist():
 
 @pytest.mark.slow
 def test_the_example_prints_what_it_says(tmp_path):
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     output = run("-c", example, folder=tmp_path)
     shown = README.split("```python")[1].split("```text\n")[1].split("```")[0]
     printed, promised = (
@@ -97,6 +104,13 @@ SHORT = {
     "sft_trainer.py": "--steps 3",
     "study_a_page.py": "--text page.txt",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {INSTALL}")
+def test_the_example_of_a_study_answers(tmp_path):
+    _, example = blocks("python")
+    assert "Corvin" in run("-c", example, folder=tmp_path)
 
 
 @pytest.mark.slow
