@@ -17,17 +17,18 @@ studies, without what an interrupted run had done; size is that of the tensors' 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from knowledge import parse_settings
+from knowledge_tables.documents import CHOOSING, Document, join_documents, parse_passage
 from measuring import describe_machine, make_table
+from paper_tables.choices import load_lines
 from torch import nn
 
 from locas_peft.asking import Answerer, Question, encode_answer, encode_question
@@ -40,51 +41,35 @@ from locas_peft.stages import Place, StudySettings, study
 from locas_peft.text import tokenize
 from locas_peft.tuner.modules import remember_modules
 
-CHOOSING = 200
-"""The first passages of the file, which settings are chosen on."""
 PROMPT = "What does the text say?"
 """Stands before what the base judges as text."""
 LEAST_LIKELY = 0.05
 """The share of the text's own passages that are less likely than the limit."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A text with the questions about it."""
-
-    text: str
-    questions: tuple[Question, ...]
-
-
-def load_passages(file: Path, tokenizer: Any, most_tokens: int, questions: int) -> list[Part]:
+def load_passages(file: Path, tokenizer: Any, most_tokens: int, questions: int) -> list[Document]:
     """Load passages in their order, up to a number of tokens, with the first questions of each."""
-    passages: list[Part] = []
+    passages: list[Document] = []
     tokens = 0
-    lines = file.read_text(encoding="utf-8").splitlines()
-    for line in lines[CHOOSING:]:
-        record = json.loads(line)
-        text = f"{record['title']}\n{record['context']}"
-        tokens += len(tokenize(tokenizer, text))
+    for number, record in enumerate(load_lines(file)):
+        if number < CHOOSING["squad"]:
+            continue
+        passage = parse_passage(number, record)
+        tokens += len(tokenize(tokenizer, passage.text))
         if passages and tokens > most_tokens:
             break
-        unique = {entry["question"]: entry["answer"] for entry in record["questions"]}
-        asked = [Question(question, answer) for question, answer in unique.items()]
-        passages.append(Part(text, tuple(asked[:questions])))
+        passages.append(replace(passage, questions=passage.questions[:questions]))
     return passages
 
 
-def join(passages: Sequence[Part]) -> Part:
-    """Join passages, with blank lines between them."""
-    questions: list[Question] = []
-    for passage in passages:
-        questions += passage.questions
-    return Part("\n\n".join(passage.text for passage in passages), tuple(questions))
-
-
-def divide(passages: Sequence[Part], count: int) -> list[Part]:
+def divide(passages: Sequence[Document], count: int) -> list[Document]:
     """Divide passages into parts, each of as many passages, or one more."""
     bounds = [len(passages) * number // count for number in range(count + 1)]
-    return [join(passages[bounds[number] : bounds[number + 1]]) for number in range(count)]
+    parts = []
+    for number in range(count):
+        part = passages[bounds[number] : bounds[number + 1]]
+        parts.append(join_documents(part, f"part-{number}"))
+    return parts
 
 
 class Study:
@@ -96,7 +81,10 @@ class Study:
         self._out = out
         self._settings = StudySettings(seed=options.seed, **options.study)
         passages = load_passages(passages_file, self._tokenizer, options.tokens, options.questions)
-        self._whole = join(passages)
+        self._whole = join_documents(passages, "whole")
+        self._questions = [
+            Question(asked.question, asked.answer) for asked in self._whole.questions
+        ]
         self._parts = divide(passages, options.parts)
         self._limit = self._find_limit()
 
@@ -113,7 +101,7 @@ class Study:
         rows[f"sum of {len(self._parts)} memories"] = self._make_row("sum", self._parts)
         return rows
 
-    def _make_row(self, name: str, parts: Sequence[Part]) -> dict[str, Any]:
+    def _make_row(self, name: str, parts: Sequence[Document]) -> dict[str, Any]:
         file = self._out / f"{name}.json"
         if file.exists():
             return load_json(file)
@@ -122,7 +110,7 @@ class Study:
             studies.append(self._learn(f"{name}-{number}", part))
         folders = [self._out / "memories" / f"{name}-{number}" for number in range(len(parts))]
         with self._attach(folders) as model:
-            answers = Answerer(model, self._tokenizer).answer(self._whole.questions)
+            answers = Answerer(model, self._tokenizer).answer(self._questions)
         row = self._grade([answer.text for answer in answers])
         row["right"] = sum(answer.right is True for answer in answers)
         row["cpu_seconds"] = sum(item["cpu_seconds"] for item in studies)
@@ -132,7 +120,7 @@ class Study:
         print(name, {key: row[key] for key in ("asked", "right", "read", "sentences")}, flush=True)
         return row
 
-    def _learn(self, name: str, part: Part) -> dict[str, Any]:
+    def _learn(self, name: str, part: Document) -> dict[str, Any]:
         """Study a part into a memory; return what it cost."""
         file = self._out / f"study-{name}.json"
         if file.exists():
@@ -188,7 +176,7 @@ class Study:
             "sentences": sum(text in passages for text in texts),
             "limit_nats": self._limit,
             "nats": nats,
-            "questions": [asdict(question) for question in self._whole.questions],
+            "questions": [asdict(question) for question in self._questions],
             "answers": list(texts),
         }
 

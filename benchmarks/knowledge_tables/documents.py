@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from locas_peft.text import load_text
 from .bench import KnowledgeBench
 
 __all__ = [
+    "CHOOSING",
     "KINDS",
     "Asked",
     "Document",
@@ -25,6 +26,7 @@ __all__ = [
     "load_squad",
     "load_stories",
     "parse_choices",
+    "parse_passage",
 ]
 
 CHOOSING = {"squad": 200, "fictional": 20}
@@ -73,17 +75,23 @@ def load_squad(bench: KnowledgeBench, count: int, questions: int) -> list[Docume
     """Draw passages of SQuAD that have enough different questions, and questions of each."""
     candidates = []
     for number, record in _load_part(bench, "squad"):
-        unique = {entry["question"]: entry["answer"] for entry in record["questions"]}
-        if len(unique) >= questions:
-            candidates.append((number, record, unique))
+        document = parse_passage(number, record)
+        if len(document.questions) >= questions:
+            candidates.append((number, document))
     documents = []
-    for number, record, unique in draw(candidates, count, bench.options.draw):
-        text = f"{record['title']}\n{record['context']}"
-        asked = []
-        for question in draw(list(unique), questions, number):
-            asked.append(Asked(question, unique[question], text, record["title"]))
-        documents.append(Document(f"squad-{number:04d}", text, tuple(asked), record["title"]))
+    for number, document in draw(candidates, count, bench.options.draw):
+        asked = draw(list(document.questions), questions, number)
+        documents.append(replace(document, questions=tuple(asked)))
     return documents
+
+
+def parse_passage(number: int, record: dict[str, Any]) -> Document:
+    """Return a passage of SQuAD with its different questions, each an `Asked`."""
+    title = record["title"]
+    text = f"{title}\n{record['context']}"
+    unique = {entry["question"]: entry["answer"] for entry in record["questions"]}
+    asked = [Asked(question, answer, text, title) for question, answer in unique.items()]
+    return Document(f"squad-{number:04d}", text, tuple(asked), title)
 
 
 def join_documents(documents: Sequence[Document], name: str) -> Document:

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from ..asking import Answer, Answerer
 from ..evaluation.intervals import mean_interval
 from ..evaluation.units import Unit, run_units
-from ..memories.loading import memory_attached
 from ..progress import Progress, silent
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..selfstudy.learning import PER_PASSAGE
-from ..stages import Place, StudyRecord, StudySettings, study
+from ..stages import Place, StudySettings
 from ..tables import Sheet, format_percent
-from ..text import digest_json, tokenize
+from ..text import digest_json
 from .pages import COMPARED, load_page, load_page_questions
+from .studying import study_and_ask
 
 __all__ = ["IN_CONTEXT", "SEEDS", "Comparison"]
 
@@ -115,19 +115,16 @@ class Comparison:
         def make() -> dict[str, Any]:
             given = [Exchange(**fields) for fields in exchanges.load()]
             settings = replace(self.methods[method], seed=seed)
-            input_ids = tokenize(self.tokenizer, load_page(page))
             with TemporaryDirectory() as folder:
-                memory = Path(folder) / "memory"
-                record: StudyRecord = study(
+                record, answers = study_and_ask(
                     self.base,
                     self.tokenizer,
-                    input_ids,
+                    load_page(page),
                     settings,
-                    Place(out=memory),
+                    Place(out=Path(folder) / "memory"),
+                    load_page_questions(page),
                     exchanges=given,
                 )
-                with memory_attached(self.base, memory) as model:
-                    answers = Answerer(model, self.tokenizer).answer(load_page_questions(page))
             return {
                 "page": page,
                 "seed": seed,

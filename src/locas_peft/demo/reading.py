@@ -52,9 +52,10 @@ def read_pages(
     """
     base.eval()
     own_answers = write_own_answers(base, tokenizer)
+    text = join_pages()
     for method, settings in methods.items():
         folder = out / method
-        ids = tokenize(tokenizer, join_pages(), settings.max_tokens)
+        ids = tokenize(tokenizer, text, settings.max_tokens)
         place = Place(out=folder, overwrite=True, title="short pages")
         show = follow_steps(progress, method, len(ids))
         record = read(base, ids, settings, place, tokenizer=tokenizer, on_step=show)

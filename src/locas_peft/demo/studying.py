@@ -1,19 +1,20 @@
 """The demo's second part: a model studies a short page, and is asked about it before and after."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..asking import Answerer
+from ..asking import Answer, Answerer, Question
 from ..memories.loading import memory_attached
 from ..progress import Progress, follow_steps
 from ..stages import Place, StudyRecord, StudySettings, study
 from ..text import tokenize
 from .pages import find_sentence, load_page, load_page_questions
 
-__all__ = ["Asked", "PageStudied", "study_page"]
+__all__ = ["ASKED", "Asked", "PageStudied", "study_and_ask", "study_page"]
 
 SENTENCES = 8
 """How many sentences of the page are studied: the fewest that get rows which tell them apart."""
@@ -68,14 +69,34 @@ def study_page(
     all_questions = load_page_questions()
     questions = [all_questions[number] for number in ASKED]
     before = Answerer(base, tokenizer).answer(questions)
-    input_ids = tokenize(tokenizer, page)
     place = Place(out=out, overwrite=True, title="lighthouse.txt", kept_text=page)
-    show = follow_steps(progress, settings.method, len(input_ids))
-    record = study(base, tokenizer, input_ids, settings, place, on_step=show)
-    with memory_attached(base, out) as model:
-        after = Answerer(model, tokenizer).answer(questions)
+    # A study has lines of its own for its two phases.
+    show = follow_steps(progress, settings.method, 0)
+    record, after = study_and_ask(base, tokenizer, page, settings, place, questions, on_step=show)
     asked = []
     for question, old, new in zip(questions, before, after, strict=True):
         sentence = find_sentence(page, question.answer or "")
         asked.append(Asked(question.question, sentence, old.text, new.text))
     return PageStudied(record, asked)
+
+
+def study_and_ask(
+    base: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    settings: StudySettings,
+    place: Place,
+    questions: Sequence[Question],
+    **options: Any,
+) -> tuple[StudyRecord, list[Answer]]:
+    """Study a text, and ask the memory about it; return the study's record and the answers.
+
+    Args:
+        base, tokenizer: a causal LM that answers questions, and its tokenizer; restored at the end.
+        place: names the memory's folder.
+        options: of `stages.study`, such as `exchanges`.
+    """
+    assert place.out is not None
+    record = study(base, tokenizer, tokenize(tokenizer, text), settings, place, **options)
+    with memory_attached(base, place.out) as model:
+        return record, Answerer(model, tokenizer).answer(questions)

@@ -131,11 +131,8 @@ class _Splitter:
                 form = f'{turn.speaker} {REPORTED}: "{{}}"{date}'
             for sentence in self._split_turn(turn.said, form):
                 statement = form.replace("{}", sentence)
-                if passages and _count_words(sentence) < _FEWEST_WORDS:
-                    joined = f"{passages[-1].text} {statement}"
-                    if self._fits(joined):
-                        passages[-1] = replace(passages[-1], text=joined)
-                        continue
+                if _is_short(sentence) and self._append(passages, statement):
+                    continue
                 passages += [Passage(piece, turn.speaker) for piece in self._cut(statement)]
         return passages
 
@@ -208,7 +205,7 @@ class _Splitter:
         """
         pieces: list[str] = []
         for paragraph in _list_code(block.text):
-            is_part = paragraph[0].isspace() or _count_words(paragraph) < _FEWEST_WORDS
+            is_part = paragraph[0].isspace() or _is_short(paragraph)
             joined = f"{pieces[-1]}\n\n{paragraph}" if pieces else ""
             if is_part and pieces and self._fits(joined):
                 pieces[-1] = joined
@@ -227,13 +224,20 @@ class _Splitter:
         """Return pieces after an introduction; those of a few words join the one before them."""
         passages: list[Passage] = []
         for piece in pieces:
-            if passages and _count_words(piece) < _FEWEST_WORDS:
-                joined = f"{passages[-1].text} {piece}"
-                if self._fits(joined):
-                    passages[-1] = replace(passages[-1], text=joined)
-                    continue
+            if _is_short(piece) and self._append(passages, piece):
+                continue
             passages += self._state(self._cut(_join(introduction, piece)))
         return passages
+
+    def _append(self, passages: list[Passage], piece: str) -> bool:
+        """Add a piece to the last passage; return False where there is none, or it does not fit."""
+        if not passages:
+            return False
+        joined = f"{passages[-1].text} {piece}"
+        if not self._fits(joined):
+            return False
+        passages[-1] = replace(passages[-1], text=joined)
+        return True
 
     def _pack(self, head: str, parts: Sequence[str], joint: str) -> list[str]:
         """Join parts to passages that fit. Each begins with the head, where that fits too."""
@@ -308,6 +312,11 @@ def _join(head: str, text: str, joint: str = " ") -> str:
 
 def _on_one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _is_short(text: str) -> bool:
+    """Return whether a piece has too few words for a passage of its own."""
+    return _count_words(text) < _FEWEST_WORDS
 
 
 def _count_words(text: str) -> int:

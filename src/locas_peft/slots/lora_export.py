@@ -154,7 +154,7 @@ def _name_tensors(factors: dict[str, Factors]) -> dict[str, Tensor]:
 
 
 def _check_dense(name: str, ffn: AnyFFN) -> HostFFN:
-    """Return an FFN that is no mixture; a `ValueError` for a mixture."""
+    """Return a dense FFN; a mixture of experts is a `ValueError`."""
     if isinstance(ffn, HostMixture):
         problem = "a memory beside a mixture of experts cannot be exported as LoRA"
         raise ValueError(f"{problem}, got {name}: merge it.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import regex
 
 from .dialogues import ends_sentence, is_answer, is_question, list_turns, split_label
-from .sentences import fills_column, is_wrapped, split_sentences
+from .sentences import NARROWEST_COLUMN, fills_column, is_wrapped, split_sentences
 from .words import split_words
 
 __all__ = [
@@ -41,8 +41,6 @@ _MOST_LABEL_WORDS = 4
 _MOST_VALUE_WORDS = 3
 # A question that no label marks has at most so many lines of an answer.
 _MOST_ANSWER_LINES = 4
-# A line of so many characters may be continued on the next one.
-_NARROWEST_COLUMN = 40
 _MOST_CELL_WORDS = 3
 _LONGEST_CODE_LINE = 200
 _KEYWORD = (
@@ -251,9 +249,10 @@ def _split_lines(lines: Sequence[str]) -> list[Block]:
     for number, line in enumerate(lines):
         kind = _tell_line(line)
         neighbours = [*lines[number + 1 : number + 2], *lines[max(number - 1, 0) : number]]
-        if kind == "faq" and _ITEM.match(line) and all(map(_ITEM.match, neighbours)):
+        is_item = _ITEM.match(line) is not None
+        if kind == "faq" and is_item and neighbours and all(map(_ITEM.match, neighbours)):
             # The questions of a list have no answers.
-            kind = "list" if neighbours else kind
+            kind = "list"
         if blocks:
             kind = _continue_kind(blocks[-1], line, kind)
         _append(blocks, Block(kind, (line,)))
@@ -282,7 +281,7 @@ def _continue_kind(block: Block, line: str, kind: str) -> str:
         is_marked = is_question(block.lines[0])
         return "faq" if is_marked or kind in ("text", "record") else kind
     if block.kind in ("list", "log") and kind == "text":
-        is_cut = len(before) >= _NARROWEST_COLUMN and not ends_sentence(before)
+        is_cut = len(before) >= NARROWEST_COLUMN and not ends_sentence(before)
         return block.kind if is_cut or _INDENTED.match(line) else kind
     return kind
 

@@ -42,7 +42,7 @@ _PAIRS = {
 }
 _QUESTIONS = frozenset(question for question, _ in _PAIRS)
 _ANSWERS = frozenset(answer for _, answer in _PAIRS)
-# Labels of lines that nobody says, by language. They can return as speakers do.
+# Labels that are not speakers, by language. They may occur more than once, as speakers do.
 _REMARKS_BY_LANGUAGE = {
     "en": "note notes nb tip hint info warning caution danger attention important remark example "
     "exercise step todo fixme update ps edit result debug trace warn error fatal critical notice "
@@ -67,7 +67,7 @@ class Turn:
 
     Attributes:
         said: the line without its speaker.
-        speaker: empty for a line that is no turn.
+        speaker: empty for a line without one.
         date: of the last line above that has one; empty for none.
     """
 
@@ -126,7 +126,7 @@ def list_turns(lines: Sequence[str]) -> list[Turn]:
 
 
 def _list_speakers(lines: Sequence[str]) -> list[tuple[str, str] | None]:
-    """Return for each line its speaker and what is said; None for a line that nobody says."""
+    """Return for each line its speaker and what is said; None for a line without a speaker."""
     labels = [split_label(line) for line in lines]
     for number, line in enumerate(lines):
         if _find_name(line) in _REMARKS:

@@ -13,7 +13,7 @@ import sentencex
 
 from .words import split_words
 
-__all__ = ["fills_column", "is_wrapped", "split_sentences"]
+__all__ = ["NARROWEST_COLUMN", "fills_column", "is_wrapped", "split_sentences"]
 
 # The languages with rules of their own, by script, with frequent words where several languages
 # share a script. The first language of a script is the one without evidence for another.
@@ -63,7 +63,7 @@ _LOWER_CASE = regex.compile(r"\s*(?!\p{Lu})\p{L}")
 # A text is hard-wrapped where this share of its line breaks comes before a lower-case letter.
 _FEWEST_LOWER_CASE = 1 / 3
 # Narrower columns are lists and verses.
-_NARROWEST_COLUMN = 40
+NARROWEST_COLUMN = 40
 # How many characters a line may end before the last word that would have fitted.
 _RAGGED = 5
 
@@ -106,7 +106,7 @@ def is_wrapped(text: str) -> bool:
 def fills_column(lines: Sequence[str]) -> bool:
     """Return whether no line but the last has room for the first word of the next one."""
     widths = [len(line.rstrip()) for line in lines]
-    if max(widths) < _NARROWEST_COLUMN:
+    if max(widths) < NARROWEST_COLUMN:
         return False
     for width, following in zip(widths, lines[1:], strict=False):
         word = following.lstrip().split(" ")[0]
