@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ..tuner.modules import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
@@ -115,6 +116,8 @@ class CausalLM:
     ) -> Any:
         """Return what the model's forward returns, with the same logits or those of more tokens."""
         options = {"logits_to_keep": self._logits_to_keep(ids, count), **kwargs}
+        if options.get("use_cache") is False and self._reads_positions(options):
+            options["past_key_values"] = _NoCache()
         options = {name: value for name, value in options.items() if name in self._accepts}
         if adapters is not None:
             options["adapter_names"] = list(adapters)
@@ -173,6 +176,16 @@ class CausalLM:
             return True
         return any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
 
+    def _reads_positions(self, options: dict[str, Any]) -> bool:
+        """Return whether transformers would read the positions' values: a wait for the device.
+
+        It does without a mask and a cache, to find packed rows.
+        """
+        # Activation checkpointing, which is for training, allows no cache.
+        if self.model.training or not self.can_cache():
+            return False
+        return options.get("attention_mask") is None and options.get("past_key_values") is None
+
     def _logits_to_keep(self, ids: Tensor, count: int) -> int | Tensor:
         # Of several rows, or of one token, a slice of the last hidden states makes torch copy the
         # head's weights. Indices would be on another device where the model is split.
@@ -187,6 +200,15 @@ class CausalLM:
         if self._cpu_attention and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
             return CpuAttention()
         return nullcontext()
+
+
+class _NoCache(DynamicCache):
+    """A cache that keeps nothing: each forward has its own keys and values alone."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 def _check_model(model: Any) -> None:

@@ -136,8 +136,15 @@ class TestTimeTrainer:
         with self._in_chunk(ids, bounds):
             with torch.set_grad_enabled(self._learns):
                 losses = self._scorer.score(ids, bounds)  # [N]
-            nll_nats = losses.detach().double().sum().item()
-            learned = math.isfinite(nll_nats) and self._learn(losses)
+            nats = losses.detach().double().sum()
+            learns = self._learns and len(losses) > 0
+            checks = [nats.isfinite()]
+            if learns:
+                checks += self._differentiate(losses)
+            finite = torch.stack([check.to(nats.device) for check in checks]).all()
+            # The chunk's only wait for the device.
+            nll_nats, is_finite = torch.stack([nats, finite.to(nats.dtype)]).tolist()
+            learned = learns and self._finish(losses, bool(is_finite))
         if learned or (math.isfinite(nll_nats) and not self._learns):
             self._scorer.keep_context()
         else:
@@ -145,23 +152,37 @@ class TestTimeTrainer:
             self._scorer.forget_context()
         return self._record(bounds, nll_nats, learned, time.perf_counter() - began)
 
-    def _learn(self, losses: Tensor) -> bool:
-        """Take one step on the mean of a chunk's losses [N]; return whether it was learned.
+    def _differentiate(self, losses: Tensor) -> list[Tensor]:
+        """Differentiate the mean of a chunk's losses [N], and what the steps add to it.
 
-        A gradient that is not finite leaves the adapter and the optimizer as they were.
+        Returns:
+            Whether the gradients and what the steps recorded are finite, BoolTensors [].
         """
-        if not self._learns or not len(losses):
-            return False
         self.learner.begin()
         losses.mean().backward()
         for step in self.steps:
             step.before_optimizer_step(self)
-        finite = all(step.is_finite() for step in self.steps)
-        learned = self.learner.finish(finite)
-        if learned:
+        checks = []
+        if self.learner.trains:
+            checks.append(self.learner.check_gradients())
+        for step in self.steps:
+            check = step.is_finite()
+            if isinstance(check, Tensor):
+                checks.append(check)
+            elif not check:
+                checks.append(torch.tensor(False))
+        return checks
+
+    def _finish(self, losses: Tensor, is_finite: bool) -> bool:
+        """Take one step on a chunk with the losses [N], if all is finite; return whether it was.
+
+        Otherwise the adapter and the optimizer stay as they were.
+        """
+        self.learner.end(is_finite)
+        if is_finite:
             for step in self.steps:
                 step.after_chunk(self, losses.detach())
-        return learned
+        return is_finite
 
     def _end_reading(self) -> None:
         began = time.perf_counter()
