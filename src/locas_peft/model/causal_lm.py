@@ -4,7 +4,7 @@ Axes: B rows of a batch, n tokens, T tokens of a document, V vocabulary.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..tuner.modules import ADAPTER_LAYERS
+from .compiled import CompiledModel, find_compile_obstacle
 from .cpu_attention import CpuAttention
 
 __all__ = ["CausalLM", "check_window", "count_positions"]
@@ -70,6 +71,7 @@ class CausalLM:
         self.positions = count_positions(self.base)
         self.rope_positions: int | None = None
         self._cpu_attention = cpu_attention
+        self._compiled: CompiledModel | None = None
         self._config = self.base.config.get_text_config()
         self._accepts = inspect.signature(self.base.forward).parameters.keys()
         rope = getattr(self._config, "rope_parameters", None) or {}
@@ -121,8 +123,36 @@ class CausalLM:
         options = {name: value for name, value in options.items() if name in self._accepts}
         if adapters is not None:
             options["adapter_names"] = list(adapters)
+        if self.is_compiled:
+            return self._compiled(input_ids=ids, **options)
         with self._attention():
             return self.model(input_ids=ids, **options)
+
+    def compile(self, obstacle: str | None = None) -> None:
+        """Run the model through `torch.compile` from now on.
+
+        Where it cannot be compiled, one line is logged, and it runs as before.
+
+        Args:
+            obstacle: why the caller's passes cannot be compiled; None where they can.
+        """
+        self._compiled = CompiledModel(self.model)
+        obstacle = obstacle or find_compile_obstacle(self.base)
+        if obstacle is not None:
+            self._compiled.stop(obstacle)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's passes are compiled."""
+        return self._compiled is not None and self._compiled.is_on
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy gradients that the next pass would overwrite: those of graphs that are captured."""
+        if not self.is_compiled or not self._compiled.captures:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
         """Return a document as LongTensor [T], or raise a `TypeError` or `ValueError`.

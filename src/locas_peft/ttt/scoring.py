@@ -73,7 +73,7 @@ class Scorer:
         settings = self._settings
         keep = max(settings.window - settings.stride, 1) - 1
         restart = min(2 * settings.window, self._host.rope_positions or sys.maxsize)
-        self._cache = SlidingCache(self._host, keep, restart)
+        self._cache = SlidingCache(self._host, keep, restart, settings.stride)
 
     def state_dict(self) -> dict[str, Any]:
         return {"start_token": self._start_token, "cache": self._cache.state_dict()}

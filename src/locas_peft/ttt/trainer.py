@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..model import CausalLM
 from ..text import digest_ids
-from ..tuner import unwritten_memories
+from ..tuner import uncalibrated_memories, unwritten_memories
 from .active import ActiveParts, calibrate_empty
 from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner, OptimizerFactory
@@ -53,6 +53,8 @@ class TestTimeTrainer:
             neither `learning_rate` nor `optimizer` means that the memory is not trained as well.
         parameters: what is trained, such as the base's own weights (dynamic evaluation); None for
             the parameters of the active adapters.
+        compiled: whether the model's passes go through `torch.compile`. The figures are the same to
+            rounding. Where the model or a step does not allow it, one line is logged.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
     Attributes:
@@ -76,6 +78,7 @@ class TestTimeTrainer:
         optimizer: OptimizerFactory | None = None,
         steps: Iterable[Step] = (),
         parameters: Iterable[nn.Parameter] | None = None,
+        compiled: bool = False,
         **fields: Any,
     ):
         self.model = model
@@ -97,6 +100,9 @@ class TestTimeTrainer:
         self._check_optimizer()
         self._scorer = Scorer(self.host, self.settings)
         self._check_steps()
+        if compiled:
+            writers = [step.name for step in self.steps if step.learns]
+            self.host.compile(f"a {writers[0]} records its layers" if writers else None)
         self.rewind()
 
     # ------------------------------------------------------------------ the loop
@@ -160,6 +166,7 @@ class TestTimeTrainer:
         """
         self.learner.begin()
         losses.mean().backward()
+        self.host.keep_gradients(self._active.parameters)
         for step in self.steps:
             step.before_optimizer_step(self)
         checks = []
@@ -264,6 +271,8 @@ class TestTimeTrainer:
             if self._learns and not self._active.calibrated:
                 chunk = self._scorer.put_start(ids, bounds.start, bounds.stop)
                 calibrate_empty(self.model, chunk)
+                # Each layer now knows that it waits for none: a compiled forward could not look.
+                uncalibrated_memories(self.model)
                 self._active.calibrated = True
             for step in self.steps:
                 stack.enter_context(step.recording())

@@ -127,7 +127,8 @@ class _BaseLogits:
     """
 
     def __init__(self, host: CausalLM):
-        self._host = host
+        # Never compiled: what a captured graph returns would be overwritten by the next pass.
+        self._host = CausalLM(host.model)
         self._adapters = AdapterLayers(host.model)
         self._head = host.model.get_output_embeddings()
         self._hidden: dict[int, Tensor] = {}
