@@ -143,7 +143,7 @@ SHARED_OPTIONS = (
 )
 OPTIONS = {
     "read": "--preset --update --epsilon --slots-per-chunk --anchor-every --stride --context "
-    "--readings --warmup-steps --decay-steps",
+    "--readings --warmup-steps --decay-steps --compile",
     "study": "--exchanges --exchanges-file --passes",
 }
 

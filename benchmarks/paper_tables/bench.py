@@ -56,7 +56,10 @@ class Bench:
 
     Attributes:
         common: the settings that all rows of the tables share.
+        compiled: whether readings that are timed go through `torch.compile`.
     """
+
+    compiled = False
 
     def __init__(
         self,

@@ -43,12 +43,16 @@ class Row:
 
     @contextmanager
     def open(
-        self, base: PreTrainedModel, common: Mapping[str, Any], seed: int = 0
+        self,
+        base: PreTrainedModel,
+        common: Mapping[str, Any],
+        seed: int = 0,
+        compiled: bool = False,
     ) -> Iterator[TestTimeTrainer]:
         """Attach the row's fresh adapter within the context, and yield the trainer of a reading."""
         settings = complete(self.settings(common, seed), base)
         with attached(base, settings) as model:
-            yield make_trainer(model, settings)
+            yield make_trainer(model, settings, compiled)
 
 
 def lora(r: int = 64, rate: float | None = None, name: str = "", **given: Any) -> Row:

@@ -10,11 +10,12 @@ import multiprocessing
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from measuring import make_table, share_weights, wait
@@ -29,7 +30,16 @@ from locas_peft.stages import PeakMemory, complete
 from .bench import SWEEP_BOOK, Bench
 from .rows import DEFAULT_LORA, LOCAS, NARROW, NONE, Row, locas, two_layer_rows
 
-__all__ = ["fill", "tabulate"]
+__all__ = [
+    "TURN_CHUNKS",
+    "count_least_tokens",
+    "count_operations",
+    "fill",
+    "format_ratio",
+    "measure_peaks",
+    "tabulate",
+    "time_rows",
+]
 
 TURN_CHUNKS = 4
 MOST_COUNTED_CHUNKS = 16
@@ -41,6 +51,14 @@ PAPER_NOTE = (
 )
 
 
+class Host(Protocol):
+    """What rows are timed on: a base, and the settings that all rows share. A `Bench` is one."""
+
+    base: PreTrainedModel
+    common: Mapping[str, Any]
+    compiled: bool
+
+
 class TimedReading:
     """A row's reading in progress, on a model that shares the base's weights.
 
@@ -49,16 +67,10 @@ class TimedReading:
         turns: wall and processor seconds of each turn, by "seconds" and "processor_seconds".
     """
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        base: PreTrainedModel,
-        row: Row,
-        common: Mapping[str, Any],
-        ids: torch.Tensor,
-    ):
-        self._device = base.device
-        trainer = stack.enter_context(row.open(share_weights(base), common))
+    def __init__(self, stack: ExitStack, host: Host, row: Row, ids: torch.Tensor):
+        self._device = host.base.device
+        opened = row.open(share_weights(host.base), host.common, compiled=host.compiled)
+        trainer = stack.enter_context(opened)
         self._trainer = trainer
         self._chunks = stack.enter_context(closing(trainer.read(ids)))
         self.parameters = sum(weight.numel() for weight in trainer.learner.parameters())
@@ -74,18 +86,27 @@ class TimedReading:
 
     def count_operations(self, chunks: int) -> float:
         """Read some chunks; return a chunk's operations in matrix products and in attention."""
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        counts = {attention: _count_attention, backward: _count_attention_backward}
-        with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+
+        def read() -> None:
             for _ in islice(self._chunks, chunks):
                 pass
-        return counter.get_total_flops() / chunks
+
+        return count_operations(read) / chunks
 
     @property
     def skipped_chunks(self) -> int:
         """How many chunks were not learned: their times differ from those of others."""
         return self._trainer.skipped_chunks
+
+
+def count_operations(act: Callable[[], Any]) -> int:
+    """Call a function; return its operations in matrix products and in attention."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    counts = {attention: _count_attention, backward: _count_attention_backward}
+    with FlopCounterMode(display=False, custom_mapping=counts) as counter:
+        act()
+    return counter.get_total_flops()
 
 
 def _count_attention(query: Any, key: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
@@ -98,17 +119,17 @@ def _count_attention_backward(outer: Any, query: Any, key: Any, *rest: Any, **na
     return 5 * _count_attention(query, key) // 2
 
 
-def count_chunks(bench: Bench, row: Row) -> int:
+def count_chunks(host: Host, row: Row) -> int:
     """Return the number of chunks after which a row's operations repeat.
 
     The cache's context is fed again at two windows, or at the model's last position, and an anchor
     acts on every n-th step.
     """
-    settings = complete(row.settings(bench.common), bench.base)
+    settings = complete(row.settings(host.common), host.base)
     cycle = 1
     if settings.context == "cache":
         twice = 2 * settings.window
-        limit = min(twice, count_positions(bench.base) or twice)
+        limit = min(twice, count_positions(host.base) or twice)
         kept = max(settings.window - settings.stride, 1) - 1
         cycle = max(1, (limit - kept) // settings.stride)
     if cycle > MOST_COUNTED_CHUNKS:
@@ -118,12 +139,24 @@ def count_chunks(bench: Bench, row: Row) -> int:
     return math.lcm(cycle, every)
 
 
-def time_rows(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> list[dict[str, Any]]:
+def count_least_tokens(host: Host, rows: Sequence[Row]) -> int:
+    """Return the length of the shortest text on which `time_rows` can time rows."""
+    stride = host.common["stride"]
+    counted = max(count_chunks(host, row) for row in rows)
+    return ((_count_first_turns(host) + LEAST_TURNS) * TURN_CHUNKS + counted) * stride
+
+
+def _count_first_turns(host: Host) -> int:
+    """Return how many turns begin before all contexts are full."""
+    return -(-host.common["window"] // (host.common["stride"] * TURN_CHUNKS))
+
+
+def time_rows(host: Host, rows: Sequence[Row], ids: torch.Tensor) -> list[dict[str, Any]]:
     """Time rows side by side.
 
     Args:
-        bench: its base is not changed.
-        rows: the references of `tabulate` among them.
+        host: its base is not changed.
+        rows: their names are different.
         ids: LongTensor [T]. The operations of the last few chunks are counted; these are not timed.
 
     Returns:
@@ -133,18 +166,17 @@ def time_rows(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> list[dict
     Raises:
         ValueError: the text is too short for three such turns, or a chunk was not learned.
     """
-    counted = {row.name: count_chunks(bench, row) for row in rows}
-    window = bench.common["window"]
-    stride = bench.common["stride"]
+    counted = {row.name: count_chunks(host, row) for row in rows}
+    stride = host.common["stride"]
     turns = (len(ids) // stride - max(counted.values())) // TURN_CHUNKS
-    first = -(-window // (stride * TURN_CHUNKS))
+    first = _count_first_turns(host)
     if turns - first < LEAST_TURNS:
-        needed = ((first + LEAST_TURNS) * TURN_CHUNKS + max(counted.values())) * stride
+        needed = count_least_tokens(host, rows)
         raise ValueError(f"timed_tokens must be at least {needed:,}, got {len(ids):,}: raise it")
     with ExitStack() as stack:
         readings = {}
         for row in rows:
-            readings[row.name] = TimedReading(stack, bench.base, row, bench.common, ids)
+            readings[row.name] = TimedReading(stack, host, row, ids)
         names = list(readings)
         for turn in range(turns):
             # No row is always the first.
@@ -174,10 +206,10 @@ def time_rows(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> list[dict
 
 
 def measure_peak(
-    model: str, device: str, dtype: str, row: Row, common: Mapping[str, Any], ids: torch.Tensor
+    load: Callable[[], PreTrainedModel], row: Row, common: Mapping[str, Any], ids: torch.Tensor
 ) -> int | None:
     """Return the peak memory of a reading above the loaded model, in bytes, in this process."""
-    base, _ = load_base(model, dtype, device)
+    base = load()
     base.requires_grad_(False)
     peak = PeakMemory(base.device)
     before = peak.read()
@@ -190,10 +222,21 @@ def measure_peak(
     return after - before
 
 
-def measure_peaks(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> dict[str, int | None]:
+def measure_peaks(
+    load: Callable[[], PreTrainedModel],
+    rows: Sequence[Row],
+    common: Mapping[str, Any],
+    ids: torch.Tensor,
+) -> dict[str, int | None]:
     """Return each row's peak memory above the loaded model.
 
     Each row reads in a process of its own: freed memory stays with a process.
+
+    Args:
+        load: loads the model; a function of a module.
+        rows: of `time_rows`.
+        common: the settings that all rows share.
+        ids: LongTensor [T], the text that is read.
     """
     peaks = {}
     context = multiprocessing.get_context("spawn")
@@ -201,9 +244,13 @@ def measure_peaks(bench: Bench, rows: Sequence[Row], ids: torch.Tensor) -> dict[
     for row in rows:
         # A pool for each row: it would give the next row the same process.
         with ProcessPoolExecutor(1, context, _prepare_process, (threads,)) as pool:
-            arguments = (bench.model, bench.device, bench.dtype, row, bench.common, ids)
-            peaks[row.name] = pool.submit(measure_peak, *arguments).result()
+            peaks[row.name] = pool.submit(measure_peak, load, row, common, ids).result()
     return peaks
+
+
+def _load_model(model: str, dtype: str, device: str) -> PreTrainedModel:
+    base, _ = load_base(model, dtype, device)
+    return base
 
 
 def _prepare_process(threads: int) -> None:
@@ -227,7 +274,8 @@ def _make_unit(bench: Bench) -> Unit:
 
     def measure(unit: Unit) -> dict[str, Any]:
         results = time_rows(bench, rows, ids)
-        peaks = measure_peaks(bench, rows, ids[: len(ids) // 2])
+        load = partial(_load_model, bench.model, bench.dtype, bench.device)
+        peaks = measure_peaks(load, rows, bench.common, ids[: len(ids) // 2])
         for result in results:
             result["peak_bytes"] = peaks[result["row"]]
         return {"rows": results}
@@ -253,8 +301,8 @@ def tabulate(bench: Bench) -> str:
     for row in rows:
         cells = [row["row"], f"{row['parameters']:,}"]
         for reference in references:
-            cells.append(_format_ratio(row, reference, "processor_seconds"))
-        cells.append(_format_ratio(row, references[0], "seconds"))
+            cells.append(format_ratio(row, reference, "processor_seconds"))
+        cells.append(format_ratio(row, references[0], "seconds"))
         cells.append(f"{row['operations'] / references[1]['operations']:.2f}")
         peak = row["peak_bytes"]
         cells.append("-" if peak is None else f"{peak / 2**30:.2f}")
@@ -277,7 +325,8 @@ def tabulate(bench: Bench) -> str:
     return f"{note}\n\n{make_table(head, lines)}\n\n{PAPER_NOTE}"
 
 
-def _format_ratio(row: dict[str, Any], reference: dict[str, Any], key: str) -> str:
+def format_ratio(row: dict[str, Any], reference: dict[str, Any], key: str) -> str:
+    """Return the median of the turns' ratios of two rows, and their quartiles."""
     ratios = [own / other for own, other in zip(row[key], reference[key], strict=True)]
     low, middle, high = statistics.quantiles(ratios, method="inclusive")
     if low == high:

@@ -48,6 +48,15 @@ Unwrap = Annotated[
         "only.",
     ),
 ]
+Compiled = Annotated[
+    bool,
+    Parameter(
+        name="--compile",
+        negative=(),
+        help="run the model through torch.compile, which takes minutes at first; the figures are "
+        "the same to rounding.",
+    ),
+]
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST))]
 AtLeastTwo = Annotated[int, Parameter(validator=Number(gte=2))]
 AtLeastZero = Annotated[float, Parameter(validator=Number(gte=0))]

@@ -23,6 +23,7 @@ def read(
     /,
     *,
     unwrap: options.Unwrap = None,
+    compiled: options.Compiled = False,
     json_file: options.JsonFile = None,
     place: options.PlaceGroup = options.PLACE,
     table: options.TableGroup = options.TABLE,
@@ -34,8 +35,10 @@ def read(
     Args:
         text: a UTF-8 text file, or - for stdin.
     """
-    job = _Job(settings, place, base, unwrap, json_file)
+    job = _Job(settings, place, base, unwrap, json_file, compiled)
     if table.manifest or text is None:
+        if compiled:
+            raise ValueError("--compile is for one text, got --manifest too: leave one out")
         return _teach_table(text, table, job)
     _check_one_text(table)
     _run_stage(text, job, None)
@@ -89,6 +92,7 @@ class _Job:
     base: BaseOptions
     unwrap: bool | None
     json_file: Path | None
+    compiled: bool = False
 
     @property
     def is_reading(self) -> bool:
@@ -262,6 +266,7 @@ def _take_steps(
             where,
             tokenizer=loaded.tokenizer,
             start=place.start,
+            compiled=job.compiled,
         )
     else:
         opened = open_study(

@@ -18,7 +18,7 @@ from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, rescale, unca
 
 register()
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Anchor",

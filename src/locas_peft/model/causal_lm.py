@@ -4,15 +4,17 @@ Axes: B rows of a batch, n tokens, T tokens of a document, V vocabulary.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ..tuner.modules import ADAPTER_LAYERS
+from .compiled import CompiledModel, find_compile_obstacle
 from .cpu_attention import CpuAttention
 
 __all__ = ["CausalLM", "check_window", "count_positions", "find_cache"]
@@ -78,6 +80,7 @@ class CausalLM:
         self.positions = count_positions(self.base)
         self.rope_positions: int | None = None
         self._cpu_attention = cpu_attention
+        self._compiled: CompiledModel | None = None
         self._config = self.base.config.get_text_config()
         self._accepts = inspect.signature(self.base.forward).parameters.keys()
         # transformers 5.24 gave the argument another name.
@@ -129,13 +132,43 @@ class CausalLM:
         Keys and values are given as `past_key_values`, whatever the model calls them.
         """
         options = {"logits_to_keep": self._logits_to_keep(ids, count), **kwargs}
+        if options.get("use_cache") is False and self._reads_positions(options):
+            options["past_key_values"] = _NoCache()
         if "past_key_values" in options:
             options[self._cache_argument] = options.pop("past_key_values")
         options = {name: value for name, value in options.items() if name in self._accepts}
         if adapters is not None:
             options["adapter_names"] = list(adapters)
+        if self._compiled is not None and self._compiled.is_on:
+            return self._compiled(input_ids=ids, **options)
         with self._attention():
             return self.model(input_ids=ids, **options)
+
+    def compile(self, obstacle: str | None = None) -> None:
+        """Run the model through `torch.compile` from now on.
+
+        Where it cannot be compiled, one line is logged, and it runs as before.
+
+        Args:
+            obstacle: why the caller's passes cannot be compiled; None where they can.
+        """
+        self._compiled = CompiledModel(self.model)
+        obstacle = obstacle or find_compile_obstacle(self.base)
+        if obstacle is not None:
+            self._compiled.stop(obstacle)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's passes are compiled."""
+        return self._compiled is not None and self._compiled.is_on
+
+    def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy gradients that the next pass would overwrite: those of graphs that are captured."""
+        if self._compiled is None or not (self._compiled.is_on and self._compiled.captures):
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
         """Return a document as LongTensor [T], or raise a `TypeError` or `ValueError`.
@@ -189,6 +222,16 @@ class CausalLM:
             return True
         return any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
 
+    def _reads_positions(self, options: dict[str, Any]) -> bool:
+        """Return whether transformers would read the positions' values: a wait for the device.
+
+        It does without a mask and a cache, to find packed rows.
+        """
+        # Activation checkpointing, which is for training, allows no cache.
+        if self.model.training or not self.can_cache():
+            return False
+        return options.get("attention_mask") is None and options.get("past_key_values") is None
+
     def _logits_to_keep(self, ids: Tensor, count: int) -> int | Tensor:
         # Of several rows, or of one token, a slice of the last hidden states makes torch copy the
         # head's weights. Indices would be on another device where the model is split.
@@ -203,6 +246,15 @@ class CausalLM:
         if self._cpu_attention and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
             return CpuAttention()
         return nullcontext()
+
+
+class _NoCache(DynamicCache):
+    """A cache that keeps nothing: each forward has its own keys and values alone."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 def _check_model(model: Any) -> None:

@@ -44,7 +44,7 @@ class Writer(Step):
         # Of each layer, A [N, D], and the gradient of the loss by its output, [N, D].
         self._inputs: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
-        self._finite: bool | None = None
+        self._finite: bool | Tensor | None = None
 
     def check(self, trainer: "TestTimeTrainer") -> None:
         inactive = [
@@ -79,6 +79,8 @@ class Writer(Step):
         raise NotImplementedError
 
     def after_chunk(self, trainer: "TestTimeTrainer", losses: Tensor) -> None:
+        # The trainer has waited for the check, which `write` would wait for again.
+        self._finite = True
         # The optimizer's step may have left rows that are longer than the norm clip allows.
         for layer in self._layers:
             layer.clip_(self.adapter_name)
@@ -103,10 +105,10 @@ class Writer(Step):
             for layer in self._layers:
                 layer.recorder = None
 
-    def is_finite(self) -> bool:
+    def is_finite(self) -> bool | Tensor:
         """Return whether the recorded passes are complete and finite and can be written."""
         if self._finite is None:
-            self._finite = self._is_complete() and all_finite(self._inputs + self._gradients)
+            self._finite = self._is_complete() and check_finite(self._inputs + self._gradients)
         return self._finite
 
     def _make_recorder(self, index: int) -> Callable[[Tensor, Tensor], None]:
@@ -169,9 +171,14 @@ class Writer(Step):
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all values of some tensors are finite; wait for the device only once."""
+    return bool(check_finite(tensors))
+
+
+def check_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return whether all values of some tensors are finite, a BoolTensor [], without waiting."""
     checks = [tensor.isfinite().all() for tensor in tensors]
     device = checks[0].device
-    return bool(torch.stack([check.to(device) for check in checks]).all())
+    return torch.stack([check.to(device) for check in checks]).all()
 
 
 def _stack(tensors: list[Tensor | None], count: int, chosen: Tensor | None) -> Tensor:

@@ -6,8 +6,8 @@ values on a text, by least squares, suits every memory, since the output is line
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -239,9 +239,11 @@ def _measure_slots(
     grams: dict[int, Tensor] = {}
     mask: Tensor | None = None
 
-    def make_counter(index: int) -> Callable[[nn.Module, tuple], None]:
-        def count(module: nn.Module, args: tuple) -> None:
-            activation = args[0].detach().float().flatten(0, -2)
+    def make_counter(index: int) -> Callable[[str, Tensor], None]:
+        def count(adapter_name: str, activations: Tensor) -> None:
+            if adapter_name != name:
+                return
+            activation = activations.float().flatten(0, -2)
             if mask is not None:
                 activation = activation[mask.flatten().bool()]
             gram = activation.T @ activation
@@ -251,10 +253,8 @@ def _measure_slots(
 
         return count
 
-    with evaluating(model), ExitStack() as hooks:
-        for index, layer in enumerate(layers):
-            down = layer.locas_down[name]
-            hooks.enter_context(down.register_forward_pre_hook(make_counter(index)))
+    counters = [make_counter(index) for index in range(len(layers))]
+    with evaluating(model), _recording(layers, counters):
         for batch in batches:
             inputs = to_inputs(model, batch)
             mask = inputs.get("attention_mask")
@@ -267,6 +267,20 @@ def _measure_slots(
             "a memory's activations are not finite on the text: check the base and its dtype."
         )
     return [grams[index] for index in range(len(layers))]
+
+
+@contextmanager
+def _recording(
+    layers: list[LocasLayer], recorders: list[Callable[[str, Tensor], None]]
+) -> Iterator[None]:
+    """Let each layer call its recorder with the activations of its slots within the context."""
+    try:
+        for layer, recorder in zip(layers, recorders, strict=True):
+            layer.slot_recorder = recorder
+        yield
+    finally:
+        for layer in layers:
+            layer.slot_recorder = None
 
 
 @torch.no_grad()

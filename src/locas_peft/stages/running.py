@@ -238,6 +238,7 @@ def read(
     *,
     tokenizer: Any = None,
     start: str | Path | None = None,
+    compiled: bool = False,
     on_step: Callable[[Any], None] | None = None,
 ) -> ReadRecord:
     """Read a text with one method, from a fresh adapter to the figures and the saved memory.
@@ -252,13 +253,17 @@ def read(
         tokenizer: of the base, for the record.
         start: a saved memory to go on with, in place of a fresh adapter: its slots and a fresh
             optimizer. `place.out` may be its folder.
+        compiled: whether the model's passes go through `torch.compile` (see `TestTimeTrainer`).
         on_step: called with the record of each chunk; a checkpoint is saved where it raises.
 
     A text that is too short, a method or a memory that does not fit the base, an `out` that is not
     vacant, and a checkpoint of another stage or in use (`InUse`) are `ValueError`s; a folder that
     cannot be written is an `OSError`.
     """
-    with open_reading(base, input_ids, settings, place, tokenizer=tokenizer, start=start) as run:
+    opened = open_reading(
+        base, input_ids, settings, place, tokenizer=tokenizer, start=start, compiled=compiled
+    )
+    with opened as run:
         return _run_to_the_end(run, on_step)
 
 
@@ -309,6 +314,7 @@ def open_reading(
     *,
     tokenizer: Any = None,
     start: str | Path | None = None,
+    compiled: bool = False,
 ) -> Iterator[StageRun]:
     """Open a reading for the duration of the context; arguments and errors are those of `read`."""
     settings = complete(settings, base)
@@ -319,7 +325,7 @@ def open_reading(
     expected = _describe_expected("read", settings, input_ids)
 
     def make_stage(model: nn.Module, earlier: list[Exchange]) -> Reading:
-        return Reading(model, input_ids, settings)
+        return Reading(model, input_ids, settings, compiled)
 
     setup = _Setup(base, settings, place, start, tokenizer)
     with _open(setup, expected, make_stage) as run:

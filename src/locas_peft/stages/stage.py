@@ -85,10 +85,16 @@ class Reading(Stage):
 
     kind = "read"
 
-    def __init__(self, model: nn.Module, input_ids: Tensor, settings: ReadSettings):
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        settings: ReadSettings,
+        compiled: bool = False,
+    ):
         self._input_ids = input_ids
         self._readings = settings.readings
-        self._trainer = make_trainer(model, settings)
+        self._trainer = make_trainer(model, settings, compiled)
         self.text_sha256 = digest_ids(input_ids)
 
     def earlier_steps(self) -> list[Chunk]:
@@ -221,8 +227,13 @@ def separates(settings: StudySettings) -> bool:
     return settings.init == "topk" and settings.max_slot_norm is None
 
 
-def make_trainer(model: nn.Module, settings: ReadSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading with complete settings, and with the method's steps."""
+def make_trainer(
+    model: nn.Module, settings: ReadSettings, compiled: bool = False
+) -> TestTimeTrainer:
+    """Return the trainer of a reading with complete settings, and with the method's steps.
+
+    `compiled` is that of `TestTimeTrainer`.
+    """
     writers = METHODS[settings.method].make_writers(settings, model)
     loop = training_settings(settings)
     steps = list(writers)
@@ -235,4 +246,4 @@ def make_trainer(model: nn.Module, settings: ReadSettings) -> TestTimeTrainer:
     # The mean of two maps that were written is neither map: they may have other slots.
     if settings.readings > 1 and not writers:
         steps.append(MeanOfReadings())
-    return TestTimeTrainer(model, loop, steps=steps)
+    return TestTimeTrainer(model, loop, steps=steps, compiled=compiled)

@@ -5,14 +5,13 @@ They are listed once, and again only after adapters were switched.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
 from ..tuner import calibrate, trained_parameters, uncalibrated_memories
-from ..tuner.modules import ADAPTER_LAYERS, used_modules
+from ..tuner.modules import AdapterLayers, used_modules
 
 __all__ = ["ActiveParts", "calibrate_empty"]
 
@@ -43,8 +42,7 @@ class ActiveParts:
         """Walk the model and list its parts."""
         model = self._host.model
         self._modules = list(used_modules(model))
-        self._layers = [module for module in self._modules if isinstance(module, ADAPTER_LAYERS)]
-        self._switches = self._read_switches()
+        self._adapters = AdapterLayers(model)
         self.parameters: list[nn.Parameter] = []
         if self._given is not None:
             self.parameters = self._given
@@ -54,13 +52,14 @@ class ActiveParts:
 
     def update(self) -> None:
         """List the parts again if adapters were switched, enabled or disabled."""
-        if self._read_switches() != self._switches:
+        if self._adapters.were_switched():
             self.walk()
 
     @property
     def merged(self) -> bool:
         """Whether an adapter is merged into the base, where it cannot learn."""
-        return any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in self._layers)
+        layers = self._adapters.layers
+        return any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in layers)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -76,9 +75,6 @@ class ActiveParts:
         finally:
             for module in training:
                 module.training = True
-
-    def _read_switches(self) -> list[Any]:
-        return [(list(layer.active_adapters), layer.disable_adapters) for layer in self._layers]
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:

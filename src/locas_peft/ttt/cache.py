@@ -9,7 +9,7 @@ worse with it. The context is therefore fed again, without gradients, when the p
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..model.causal_lm import CausalLM
@@ -28,11 +28,20 @@ class SlidingCache:
 
     With `keep` 0 there is no context at all, and no sinks. At the position `restart`, or the
     model's last one, the context is fed again, from position 0.
+
+    Args:
+        host: the model. Where it is compiled, chunks and contexts are padded to one shape.
+        keep: how many of the last tokens are kept.
+        restart: a position.
+        chunk: the most tokens of a chunk.
     """
 
-    def __init__(self, host: CausalLM, keep: int, restart: int | None = None):
+    def __init__(
+        self, host: CausalLM, keep: int, restart: int | None = None, chunk: int | None = None
+    ):
         self._host = host
         self._keep = keep
+        self._chunk = chunk
         limits = [limit for limit in (restart, host.positions) if limit is not None]
         self._limit = min(limits, default=None)
         self._layers: Layers = []
@@ -92,6 +101,9 @@ class SlidingCache:
         return self._limit is not None and self._position + count > self._limit
 
     def _feed(self, ids: Tensor, count: int) -> Tensor:
+        length = self._chunk if self._host.is_compiled else None
+        if length is not None and count == ids.shape[1] <= length:
+            return self._feed_padded(ids, length)
         # Without a config its layers are plain ones, which keep all that they are given.
         cache = DynamicCache(self._layers)
         stop = self._position + ids.shape[1]
@@ -102,9 +114,77 @@ class SlidingCache:
         self._fed = ([(layer.keys, layer.values) for layer in cache.layers], stop)
         return logits
 
+    def _feed_padded(self, ids: Tensor, length: int) -> Tensor:
+        """Feed a chunk [1, n] in the shape of all chunks, [1, length]; return its logits [1, n, V].
+
+        Padding is on the left of the context, and on the right of the chunk.
+        """
+        count = ids.shape[1]
+        stop = self._position + count
+        missing = length - count
+        kept = self._layers[0][0].shape[-2] if self._layers else 0
+        room = SINKS + self._keep if self._keep else 0
+        padding = room - kept
+        padded = [_pad(layer, padding) for layer in self._layers] or self._make_empty(room)
+        cache = DynamicCache(padded)
+        positions = torch.arange(self._position, stop + missing, device=ids.device)
+        logits = self._host.logits(
+            nn.functional.pad(ids, (0, missing)),
+            length,
+            past_key_values=cache,
+            # Within the model's positions, also where padding is beyond them.
+            position_ids=positions.clamp(max=stop - 1)[None],
+            attention_mask=self._make_mask(room, padding, length),
+            use_cache=True,
+        )
+        fed = slice(padding, room + count)
+        # Copies: the next replay of a captured graph writes over what this one returned.
+        layers = [
+            (layer.keys[..., fed, :].detach().clone(), layer.values[..., fed, :].detach().clone())
+            for layer in cache.layers
+        ]
+        self._fed = (layers, stop)
+        return logits[:, :count] if missing else logits
+
+    def _make_empty(self, room: int) -> Layers:
+        """Return keys and values of zeros for a context that is empty."""
+        if not room:
+            return []
+        config = self._host.base.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        weight = self._host.model.get_input_embeddings().weight
+        layers = []
+        for _ in range(config.num_hidden_layers):
+            layers.append((weight.new_zeros(1, heads, room, size),) * 2)
+        return layers
+
+    def _make_mask(self, room: int, padding: int, length: int) -> Tensor:
+        """Return what is added to a chunk's attention scores, [1, 1, length, room + length].
+
+        It is 0 where a token sees a key: of the context behind its padding, and of the chunk up to
+        the token itself.
+        """
+        weight = self._host.model.get_input_embeddings().weight
+        keys = torch.arange(room + length, device=weight.device)
+        last = room + torch.arange(length, device=weight.device)
+        is_hidden = (keys < padding) | (keys > last[:, None])
+        # Not -inf, so that no family's softmax has a row of nothing else.
+        least = torch.finfo(weight.dtype).min
+        mask = weight.new_zeros(is_hidden.shape).masked_fill_(is_hidden, least)
+        return mask[None, None]
+
     def _trim(self, entries: Tensor) -> Tensor:
         # Copies: a view would keep the whole former storage, and its graph, alive.
         entries = entries.detach()
         if entries.shape[-2] <= SINKS + self._keep:
             return entries.clone()
         return torch.cat([entries[..., :SINKS, :], entries[..., -self._keep :, :]], dim=-2)
+
+
+def _pad(layer: tuple[Tensor, Tensor], padding: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values with zeros before them, [1, heads, padding + n, head size]."""
+    keys, values = layer
+    return nn.functional.pad(keys, (0, 0, padding, 0)), nn.functional.pad(
+        values, (0, 0, padding, 0)
+    )

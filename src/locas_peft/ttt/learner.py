@@ -14,7 +14,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Learner:
     """An optimizer over some parameters, made at the first step.
 
-    A step is `begin`, one or more backward passes, `finish`.
+    A step is `begin`, one or more backward passes, `finish`; or `check_gradients` and `end` in its
+    place, where the caller waits for other values as well.
 
     Args:
         parameters: returns what is trained; called at each step, so that a switch of adapters is
@@ -68,18 +69,31 @@ class Learner:
 
         It is not taken where a gradient is not finite, or where `step` is False.
         """
+        taken = step
+        if step and self.trains:
+            taken = bool(self.check_gradients())
+        self.end(taken, rate_factor)
+        return taken
+
+    def check_gradients(self) -> Tensor:
+        """Return whether all gradients are finite, a BoolTensor [] on the device of one of them.
+
+        Where nothing waits for its value, the device is not waited for.
+        """
+        gradients = [parameter.grad for parameter in self._held() if parameter.grad is not None]
+        return torch.isfinite(nn.utils.get_total_norm(gradients))
+
+    def end(self, step: bool, rate_factor: float = 1.0) -> None:
+        """Take the step, if `step`, at `rate_factor` of its rate, and clear the gradients."""
         if not self.trains:
             for parameter in self.parameters():
                 parameter.grad = None
-            return step
-        gradients = [parameter.grad for parameter in self._held() if parameter.grad is not None]
-        finite = step and bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
-        if finite:
+            return
+        if step:
             self._set_rates(rate_factor)
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return finite
 
     @torch.no_grad()
     def move_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:

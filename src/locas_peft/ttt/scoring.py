@@ -60,7 +60,8 @@ class Scorer:
         """Return the tokens [begin, stop) of the document after its start token, if any, [1, n]."""
         window = ids[begin:stop]
         if self._start_token is not None and begin > 0:
-            window = torch.cat([ids.new_tensor([self._start_token]), window])
+            # Its own first token: a copy from the processor would wait for the device.
+            window = torch.cat([ids[:1], window])
         return window[None]
 
     def keep_context(self) -> None:
@@ -72,7 +73,7 @@ class Scorer:
         settings = self._settings
         keep = max(settings.window - settings.stride, 1) - 1
         restart = min(2 * settings.window, self._host.rope_positions or sys.maxsize)
-        self._cache = SlidingCache(self._host, keep, restart)
+        self._cache = SlidingCache(self._host, keep, restart, settings.stride)
 
     def state_dict(self) -> dict[str, Any]:
         return {"start_token": self._start_token, "cache": self._cache.state_dict()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..model import CausalLM
 from ..text import digest_ids
-from ..tuner import unwritten_memories
+from ..tuner import uncalibrated_memories, unwritten_memories
 from .active import ActiveParts, calibrate_empty
 from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner, OptimizerFactory
@@ -53,6 +53,8 @@ class TestTimeTrainer:
             neither `learning_rate` nor `optimizer` means that the memory is not trained as well.
         parameters: what is trained, such as the base's own weights (dynamic evaluation); None for
             the parameters of the active adapters.
+        compiled: whether the model's passes go through `torch.compile`. The figures are the same to
+            rounding. Where the model or a step does not allow it, one line is logged.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
     Attributes:
@@ -76,6 +78,7 @@ class TestTimeTrainer:
         optimizer: OptimizerFactory | None = None,
         steps: Iterable[Step] = (),
         parameters: Iterable[nn.Parameter] | None = None,
+        compiled: bool = False,
         **fields: Any,
     ):
         self.model = model
@@ -97,6 +100,9 @@ class TestTimeTrainer:
         self._check_optimizer()
         self._scorer = Scorer(self.host, self.settings)
         self._check_steps()
+        if compiled:
+            writers = [step.name for step in self.steps if step.learns]
+            self.host.compile(f"a {writers[0]} records its layers" if writers else None)
         self.rewind()
 
     # ------------------------------------------------------------------ the loop
@@ -136,8 +142,15 @@ class TestTimeTrainer:
         with self._in_chunk(ids, bounds):
             with torch.set_grad_enabled(self._learns):
                 losses = self._scorer.score(ids, bounds)  # [N]
-            nll_nats = losses.detach().double().sum().item()
-            learned = math.isfinite(nll_nats) and self._learn(losses)
+            nats = losses.detach().double().sum()
+            learns = self._learns and len(losses) > 0
+            checks = [nats.isfinite()]
+            if learns:
+                checks += self._differentiate(losses)
+            finite = torch.stack([check.to(nats.device) for check in checks]).all()
+            # The chunk's only wait for the device.
+            nll_nats, is_finite = torch.stack([nats, finite.to(nats.dtype)]).tolist()
+            learned = learns and self._finish(losses, bool(is_finite))
         if learned or (math.isfinite(nll_nats) and not self._learns):
             self._scorer.keep_context()
         else:
@@ -145,23 +158,38 @@ class TestTimeTrainer:
             self._scorer.forget_context()
         return self._record(bounds, nll_nats, learned, time.perf_counter() - began)
 
-    def _learn(self, losses: Tensor) -> bool:
-        """Take one step on the mean of a chunk's losses [N]; return whether it was learned.
+    def _differentiate(self, losses: Tensor) -> list[Tensor]:
+        """Differentiate the mean of a chunk's losses [N], and what the steps add to it.
 
-        A gradient that is not finite leaves the adapter and the optimizer as they were.
+        Returns:
+            Whether the gradients and what the steps recorded are finite, BoolTensors [].
         """
-        if not self._learns or not len(losses):
-            return False
         self.learner.begin()
         losses.mean().backward()
+        self.host.keep_gradients(self._active.parameters)
         for step in self.steps:
             step.before_optimizer_step(self)
-        finite = all(step.is_finite() for step in self.steps)
-        learned = self.learner.finish(finite)
-        if learned:
+        checks = []
+        if self.learner.trains:
+            checks.append(self.learner.check_gradients())
+        for step in self.steps:
+            check = step.is_finite()
+            if isinstance(check, Tensor):
+                checks.append(check)
+            elif not check:
+                checks.append(torch.tensor(False))
+        return checks
+
+    def _finish(self, losses: Tensor, is_finite: bool) -> bool:
+        """Take one step on a chunk with the losses [N], if all is finite; return whether it was.
+
+        Otherwise the adapter and the optimizer stay as they were.
+        """
+        self.learner.end(is_finite)
+        if is_finite:
             for step in self.steps:
                 step.after_chunk(self, losses.detach())
-        return learned
+        return is_finite
 
     def _end_reading(self) -> None:
         began = time.perf_counter()
@@ -243,6 +271,8 @@ class TestTimeTrainer:
             if self._learns and not self._active.calibrated:
                 chunk = self._scorer.put_start(ids, bounds.start, bounds.stop)
                 calibrate_empty(self.model, chunk)
+                # Each layer now knows that it waits for none: a compiled forward could not look.
+                uncalibrated_memories(self.model)
                 self._active.calibrated = True
             for step in self.steps:
                 stack.enter_context(step.recording())

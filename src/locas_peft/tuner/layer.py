@@ -101,6 +101,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.token_mask: Tensor | None = None
         # While set, called with A and the layer's output in each forward with gradients.
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
+        # While set, called with an active memory's name and M in each forward.
+        self.slot_recorder: Callable[[str, Tensor], None] | None = None
         self._norm_clips: dict[str, NormClip] = {}
         # Whether a memory waits for its calibration: read once, or each forward would wait for the
         # accelerator.
@@ -450,7 +452,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if is_mixed:
             return add_by_row(self, adapter_names, ffn_input, result)
         for name in memories:
-            result = result + self.recall([name], ffn_input).to(result.dtype)
+            result = self._add_recalled(name, ffn_input, result)
         if self.recorder is not None and torch.is_grad_enabled():
             if not result.requires_grad:
                 result = result.detach().requires_grad_()
@@ -479,9 +481,26 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
         With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
         """
-        down = self._projection(self.locas_down, adapter_names)
-        scales = [self.scale(name) for name in adapter_names]
-        return _scale(down(self.activate(adapter_names, ffn_input)), scales)
+        down = self._stack_weights(self.locas_down, adapter_names)
+        activations = self.activate(adapter_names, ffn_input)
+        return _multiply(self._scale_slots(adapter_names, activations), down)
+
+    def _add_recalled(self, adapter_name: str, ffn_input: Tensor, result: Tensor) -> Tensor:
+        """Return the FFN's output `[..., D]` plus a memory's, in the former's dtype."""
+        activations = self.activate([adapter_name], ffn_input)
+        if self.slot_recorder is not None:
+            self.slot_recorder(adapter_name, activations)
+        scaled = self._scale_slots([adapter_name], activations)
+        down = self.locas_down[adapter_name].weight
+        if scaled.dtype != result.dtype:
+            return result + _multiply(scaled, down).to(result.dtype)
+        # One kernel for the product and the sum.
+        added = torch.addmm(result.flatten(0, -2), scaled.flatten(0, -2), down.mT)
+        return added.view(result.shape)
+
+    def _scale_slots(self, adapter_names: Sequence[str], activations: Tensor) -> Tensor:
+        """Return tau M `[..., R]`: R numbers a token are fewer to scale than the output's D."""
+        return _scale(activations, [self.scale(name) for name in adapter_names])
 
     def activate(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
         """Return M, the activations of a memory's slots, `[..., R]` in its dtype.
@@ -491,29 +510,34 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         dtype = self.locas_up[adapter_names[0]].weight.dtype
         ffn_input = self._cast_input_dtype(ffn_input, dtype)
         k = [self.locas_input_scale[name] for name in adapter_names]
-        up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
+        rows = self._stack_weights(self.locas_up, adapter_names)
         if not self.ffn.gated:
-            return self.ffn.act(up)
-        gate = _scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)
+            return self.ffn.act(_scale(_multiply(ffn_input, rows), k))
+        gate_rows = self._stack_weights(self.locas_gate, adapter_names)
+        # One product for both. A copy of the rows takes less than a second product.
+        rows = torch.cat([gate_rows, rows], dim=-2)
+        gate, up = _scale(_multiply(ffn_input, rows), k).chunk(2, dim=-1)
         return self.ffn.act(gate) * up
 
     @staticmethod
-    def _projection(
-        modules: nn.ModuleDict, adapter_names: Sequence[str]
-    ) -> Callable[[Tensor], Tensor]:
-        """Return a memory's projection, or one batched product with those of several memories."""
+    def _stack_weights(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Tensor:
+        """Return a memory's weight `[out, in]`, or those of several, `[N, out, in]`."""
         if len(adapter_names) == 1:
-            return modules[adapter_names[0]]
-        weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
-        return lambda inputs: inputs @ weights.mT
+            return modules[adapter_names[0]].weight
+        return torch.stack([modules[name].weight for name in adapter_names])
 
     def scale(self, adapter_name: str) -> Tensor:
         """Return the factor on a memory's output, float32: `saved_scale` times the multiplier."""
-        return self.saved_scale(adapter_name) * self.locas_multiplier.get(adapter_name, 1.0)
+        scale = self.saved_scale(adapter_name)
+        multiplier = self.locas_multiplier.get(adapter_name)
+        return scale if multiplier is None else scale * multiplier
 
     def saved_scale(self, adapter_name: str) -> Tensor:
         """Return tau times the config's `scaling`, a float32 scalar."""
-        return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
+        tau = self.locas_tau[adapter_name]
+        scaling = self.locas_config[adapter_name].scaling
+        # On a GPU a product with 1 takes as long as any other kernel.
+        return tau if scaling == 1.0 else tau * scaling
 
     def _take_ffn_input(self) -> Tensor:
         """Return A of a flat FFN, which its first projection was given in this forward."""
@@ -683,6 +707,13 @@ def _list_dims(weights: Sequence[Tensor]) -> list[int]:
 
 def _is_shard(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) or weight.dim() < 2
+
+
+def _multiply(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return inputs times a weight `[out, in]`, or `[N, T, in]` times `[N, out, in]`."""
+    if weight.dim() == 2:
+        return nn.functional.linear(inputs, weight)
+    return inputs @ weight.mT
 
 
 def _scale(tensor: Tensor, scales: list[Tensor]) -> Tensor:

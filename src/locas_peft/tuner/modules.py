@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "ADAPTER_LAYERS",
+    "AdapterLayers",
     "adapters_disabled",
     "base_parameters",
     "evaluating",
@@ -166,25 +168,63 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
         model: the model; mutated within the context.
         except_for: modules of adapters that stay on.
     """
-    exceptions = {id(module) for module in except_for}
-    adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
-    frozen = _find_frozen(adapters)
-    former = []
-    for module in adapters:
-        if module._disable_adapters or id(module) in exceptions:
-            continue
-        former.append((module, module._active_adapter))
-        still_on = [name for name in module.active_adapters if name in frozen]
-        if still_on:
-            module._active_adapter = still_on
-        else:
-            module._disable_adapters = True
-    try:
+    with AdapterLayers(model).disabled(except_for):
         yield
-    finally:
-        for module, active in former:
-            module._active_adapter = active
-            module._disable_adapters = False
+
+
+class AdapterLayers:
+    """The adapter layers of a model that are in use, listed once: using the list takes no walk.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        layers: PEFT's layers, and its wrappers of modules that are trained in full.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[Any] = []
+        for module in used_modules(model):
+            if isinstance(module, ADAPTER_LAYERS):
+                self.layers.append(module)
+        self._frozen = _find_frozen(self.layers)
+        self._switches = self._read_switches()
+
+    def were_switched(self) -> bool:
+        """Return whether adapters were switched, enabled, disabled, merged or unmerged since."""
+        return self._read_switches() != self._switches
+
+    def stay_on(self) -> bool:
+        """Return whether adapters stay on in the context of `disabled`."""
+        return bool(self._frozen)
+
+    @contextmanager
+    def disabled(self, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Switch the layers off within the context (see `adapters_disabled`)."""
+        exceptions = {id(module) for module in except_for}
+        former = []
+        for layer in self.layers:
+            if layer._disable_adapters or id(layer) in exceptions:
+                continue
+            former.append((layer, layer._active_adapter))
+            still_on = [name for name in layer.active_adapters if name in self._frozen]
+            if still_on:
+                layer._active_adapter = still_on
+            else:
+                layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer, active in former:
+                layer._active_adapter = active
+                layer._disable_adapters = False
+
+    def _read_switches(self) -> list[Any]:
+        switches = []
+        for layer in self.layers:
+            merged = list(getattr(layer, "merged_adapters", ()))
+            switches.append((list(layer.active_adapters), layer.disable_adapters, merged))
+        return switches
 
 
 def _find_frozen(adapters: list[nn.Module]) -> set[str]:

@@ -57,8 +57,8 @@ class NormClip:
     """Keeps the weights of one memory in one layer within the ball."""
 
     def __init__(self) -> None:
-        # The norms that the last clip left.
-        self._norms: list[Tensor] | None = None
+        # The norms that the last clip left, of all weights together.
+        self._norms: Tensor | None = None
         self._max_norm: float | None = None
         self._signature: list[tuple] = []
         # Whether the last clip was in a forward with gradients: a step may follow it unseen.
@@ -80,13 +80,13 @@ class NormClip:
         has_gradient = any(weight.grad is not None for weight in weights)
         self._is_trained = has_gradient or _is_trained(weights)
         with torch.no_grad():
-            norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
+            norms = _list_norms(weights, dims)
+            joined = _join(norms)
             known = self._norms
-            if not was_trained or max_norm != self._max_norm or not _fit(known, norms):
+            if not was_trained or max_norm != self._max_norm or not _fit(known, joined):
                 known = None
-            _scale_(weights, norms, known, max_norm)
-            norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
-        self._norms = [_gather(norm) for norm in norms]
+            _scale_(weights, norms, joined, known, max_norm)
+            self._norms = _join(_list_norms(weights, dims))
         self._max_norm = max_norm
         self._signature = [_sign(weight) for weight in weights]
 
@@ -115,29 +115,37 @@ def _is_writable(weight: Tensor) -> bool:
 def _scale_(
     weights: Sequence[Tensor],
     norms: Sequence[Tensor],
-    known: Sequence[Tensor] | None,
+    joined: Tensor,
+    known: Tensor | None,
     max_norm: float,
 ) -> None:
     """Scale rows above the radius; without known norms, above it by more than rounding.
 
     A change of one row clips all rows of the memory, as a clip after each optimizer step does.
     """
-    factors = [_factor(norm, max_norm) for norm in norms]
-    if known is None:
-        limit = _limit(max_norm)
-        selected = [norm > limit for norm in norms]
-    else:
-        changes = [(_gather(new) != old).any() for new, old in zip(norms, known, strict=True)]
-        changed = torch.stack(changes).any()
-        selected = [changed] * len(norms)
-        if isinstance(norms[0], DTensor):
-            # A plain condition cannot be combined with distributed factors.
-            if not changed:
-                return
-            selected = [torch.ones_like(norm, dtype=torch.bool) for norm in norms]
-    # No branch on the values of tensors: an accelerator would have to be waited for.
-    for weight, factor, condition in zip(weights, factors, selected, strict=True):
-        factor = torch.where(condition, factor, 1.0)
+    changed = None if known is None else (joined != known).any()
+    if isinstance(norms[0], DTensor):
+        _scale_shards_(weights, norms, changed, max_norm)
+        return
+    # No branch on the values of tensors: an accelerator would have to be waited for. All weights
+    # together: it would have to start a kernel for each of them.
+    condition = joined > _limit(max_norm) if changed is None else changed
+    factors = torch.where(condition, _factor(joined, max_norm), 1.0)
+    parts = factors.split([norm.numel() for norm in norms])
+    for weight, norm, part in zip(weights, norms, parts, strict=True):
+        weight.data.mul_(part.view_as(norm).to(weight.dtype))
+
+
+def _scale_shards_(
+    weights: Sequence[Tensor], norms: Sequence[Tensor], changed: Tensor | None, max_norm: float
+) -> None:
+    # A plain condition cannot be combined with distributed factors.
+    if changed is not None and not changed:
+        return
+    for weight, norm in zip(weights, norms, strict=True):
+        factor = _factor(norm, max_norm)
+        if changed is None:
+            factor = torch.where(norm > _limit(max_norm), factor, 1.0)
         weight.data.mul_(factor.to(weight.dtype))
 
 
@@ -164,17 +172,24 @@ def _norm(weight: Tensor, dim: int) -> Tensor:
     return norm
 
 
-def _gather(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _list_norms(weights: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+    return [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
 
 
-def _fit(known: Sequence[Tensor] | None, norms: Sequence[Tensor]) -> bool:
-    """Return whether norms are of weights of the same shapes on the same device."""
+def _join(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norms of all weights in one tensor, gathered from the processes."""
+    gathered = []
+    for norm in norms:
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gathered.append(whole.flatten())
+    return torch.cat(gathered)
+
+
+def _fit(known: Tensor | None, joined: Tensor) -> bool:
+    """Return whether norms are of weights of as many rows on the same device."""
     if known is None:
         return False
-    return [(norm.shape, norm.device) for norm in known] == [
-        (norm.shape, norm.device) for norm in norms
-    ]
+    return known.shape == joined.shape and known.device == joined.device
 
 
 def _sign(weight: Tensor) -> tuple:

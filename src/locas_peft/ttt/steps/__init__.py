@@ -60,8 +60,11 @@ class Step:
     def before_optimizer_step(self, trainer: TestTimeTrainer) -> None:
         """Add gradients of the step's own to those of the chunk."""
 
-    def is_finite(self) -> bool:
-        """Return whether what the step has recorded is finite, so that the chunk can be learned."""
+    def is_finite(self) -> bool | Tensor:
+        """Return whether what the step has recorded is finite, so that the chunk can be learned.
+
+        Return a BoolTensor [] in place of its value: the loop waits for the device once a chunk.
+        """
         return True
 
     def after_chunk(self, trainer: TestTimeTrainer, losses: Tensor) -> None:

@@ -19,6 +19,7 @@ from ...checks import check_whole
 from ...model import CausalLM, compute_once, divergences
 from ...text import digest_ids
 from ...tuner import adapters_disabled, evaluating
+from ...tuner.modules import AdapterLayers, base_parameters
 from . import Step
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Anchor(Step):
         weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
-            over L - 1 tokens.
+            over L - 1 tokens, or one forward pass less where a text returns.
 
     Raises:
         TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
@@ -55,6 +56,9 @@ class Anchor(Step):
         self.texts = texts
         self.weight = weight
         self.every = every
+        # By index, the texts [1, L] that were used.
+        self._used: dict[int, Tensor] = {}
+        self._base: _BaseLogits | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,16 +92,86 @@ class Anchor(Step):
         pull, remainder = divmod(step, self.every)
         if remainder < self.every - 1:
             return None
-        return self.texts[pull % len(self.texts)][None]
+        index = pull % len(self.texts)
+        if index not in self._used:
+            self._used[index] = self.texts[index][None]
+        return self._used[index]
 
     def loss(self, host: CausalLM, text: Tensor) -> Tensor:
         """Return the weighted divergence from the base on a text [1, L], a scalar in nats."""
         ids = text.to(host.device)[:, :-1]
         count = ids.shape[1]
-        with torch.no_grad(), adapters_disabled(host.model):
-            base_logits = host.logits(ids, count, use_cache=False)[0]
+        base_logits = self._find_base(host).compute(ids, self._find_index(text))
         logits = host.logits(ids, count, use_cache=False)[0]
         return self.weight * self.every * divergences(logits, base_logits).mean()
+
+    def _find_base(self, host: CausalLM) -> _BaseLogits:
+        if self._base is None or not self._base.is_of(host):
+            self._base = _BaseLogits(host)
+        return self._base
+
+    def _find_index(self, text: Tensor) -> int | None:
+        """Return the index of a text that `text_of` returned; None for another one."""
+        for index, used in self._used.items():
+            if used is text:
+                return index
+        return None
+
+
+class _BaseLogits:
+    """The logits of a host's base, without the adapters that are trained.
+
+    Of a text that returns, the hidden states before the head are kept, [1, n, D], where the logits
+    are the head's product with them: a pull on it costs no pass through the base's layers. Logits
+    themselves would take a gigabyte for 32 texts and a vocabulary of 150,000.
+    """
+
+    def __init__(self, host: CausalLM):
+        # Never compiled: what a captured graph returns would be overwritten by the next pass.
+        self._host = CausalLM(host.model)
+        self._adapters = AdapterLayers(host.model)
+        self._head = host.model.get_output_embeddings()
+        self._hidden: dict[int, Tensor] = {}
+        # None until the first text has shown whether the head alone makes the logits.
+        self._keeps: bool | None = None
+        is_trained = any(weight.requires_grad for _, weight in base_parameters(host.model))
+        if is_trained or not _is_plain(self._head):
+            self._keeps = False
+
+    def is_of(self, host: CausalLM) -> bool:
+        """Return whether the base is that of a host, with the same adapters in use as before."""
+        return host.model is self._host.model and not self._adapters.were_switched()
+
+    @torch.no_grad()
+    def compute(self, ids: Tensor, index: int | None) -> Tensor:
+        """Return the logits [n, V] of tokens [1, n], which are the text `index`, if not None."""
+        with self._adapters.disabled():
+            if index is None or self._keeps is False:
+                return self._host.logits(ids, ids.shape[1], use_cache=False)[0]
+            if index in self._hidden:
+                return self._head(self._hidden[index])[0]
+            return self._compute_and_keep(ids, index)
+
+    def _compute_and_keep(self, ids: Tensor, index: int) -> Tensor:
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple) -> None:
+            seen.append(args[0])
+
+        with self._head.register_forward_pre_hook(keep):
+            logits = self._host.logits(ids, ids.shape[1], use_cache=False)[0]
+        if self._keeps is None:
+            # Some families scale or bound what the head returns.
+            self._keeps = len(seen) == 1 and torch.equal(self._head(seen[0])[0], logits)
+        if self._keeps:
+            self._hidden[index] = seen[0]
+        return logits
+
+
+def _is_plain(head: nn.Module | None) -> bool:
+    """Return whether a head can be called outside of its model: not sharded, not offloaded."""
+    weight = getattr(head, "weight", None)
+    return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
 
 class OwnText:

@@ -1,0 +1,190 @@
+"""A compiled reading has the figures of a plain one, to rounding; what cannot be compiled says so in one line."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from families import make_host
+from peft import LoraConfig
+from torch import _dynamo as dynamo
+from training import make_ids, make_model, read, trained_weights, without_time
+
+from locas_peft import SlotWriter, TestTimeTrainer
+from locas_peft.model import compiled
+from locas_peft.ttt import Anchor
+
+SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02, "context": "cache"}
+# torch's own, while it traces.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace, without the compiler, which takes most of the time."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    # The mode is of the compiler.
+    former = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode, **options: former(model, **options))
+
+
+def make_trainer(kind="locas", is_compiled=True, anchored=False, **settings) -> TestTimeTrainer:
+    anchor = Anchor(torch.stack([make_ids(12, seed) for seed in (5, 6)]), every=2)
+    return TestTimeTrainer(
+        make_model(kind),
+        **SETTINGS | settings,
+        steps=[anchor] if anchored else [],
+        compiled=is_compiled,
+    )
+
+
+def check_same(kind: str, anchored: bool, context: str, caplog) -> None:
+    ids = make_ids(60)
+    trainers = []
+    for is_compiled in (False, True):
+        # At a higher rate rounding grows tenfold with each chunk of so small a model.
+        options = {"context": context, "learning_rate": 0.002}
+        trainer = make_trainer(kind, is_compiled, anchored, **options)
+        read(trainer, ids)
+        trainers.append(trainer)
+    plain, other = trainers
+    assert other.host.is_compiled, caplog.text
+    for one, two in zip(without_time(plain.chunks), without_time(other.chunks), strict=True):
+        assert one[:5] == two[:5] and one[6] == two[6]
+        assert one[5] == pytest.approx(two[5], rel=1e-4)
+    weights = trained_weights(other.model)
+    for name, weight in trained_weights(plain.model).items():
+        assert (weights[name] - weight).norm() <= 0.01 * weight.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "anchored", "context"),
+    [("locas", True, "cache"), ("lora", False, "cache"), ("locas", False, "recompute")],
+)
+def test_a_traced_reading_has_the_same_figures(kind, anchored, context, traced, caplog):
+    check_same(kind, anchored, context, caplog)
+
+
+@pytest.mark.slow
+def test_a_compiled_reading_has_the_same_figures(caplog):
+    check_same("locas", True, "cache", caplog)
+
+
+def test_chunks_of_a_cached_reading_share_one_graph(traced):
+    trainer = make_trainer()
+    chunks = trainer.read(make_ids(40))
+    next(chunks)
+    next(chunks)
+    graphs = dynamo.utils.counters["stats"]["unique_graphs"]
+    # The fourth chunk feeds the context again, which is a graph of its own.
+    next(chunks)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_adapters_that_are_switched_give_the_figures_of_a_plain_reading(traced):
+    nats = []
+    for is_compiled in (False, True):
+        trainer = make_trainer(is_compiled=is_compiled)
+        chunks = trainer.read(make_ids(60))
+        for _ in range(3):
+            next(chunks)
+        with trainer.model.disable_adapter():
+            scored = next(chunks)
+        assert not scored.learned
+        for name, parameter in trainer.model.named_parameters():
+            # PEFT leaves them frozen.
+            parameter.requires_grad_("locas_" in name)
+        next(chunks)
+        nats.append([chunk.nll_nats for chunk in trainer.chunks])
+    assert nats[1] == pytest.approx(nats[0], rel=1e-4)
+
+
+# What cannot be compiled
+
+
+def read_with_warnings(trainer: TestTimeTrainer, caplog) -> list[str]:
+    with caplog.at_level(logging.WARNING, logger="locas_peft"):
+        assert len(read(trainer, make_ids(30))) == 4
+    return [record.message for record in caplog.records if record.name.startswith("locas_peft")]
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch, caplog):
+    def fail(graph, inputs):
+        raise OSError("no C++ compiler")
+
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        partial(lambda former, model, **_: former(model, backend=fail), torch.compile),
+    )
+    trainer = make_trainer()
+    (message,) = read_with_warnings(trainer, caplog)
+    assert message.startswith("the model is not compiled: ") and "no C++ compiler" in message
+    assert not trainer.host.is_compiled
+    plain = read(make_trainer(is_compiled=False), make_ids(30))
+    # The first chunk was padded.
+    assert [chunk.nll_nats for chunk in trainer.chunks] == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_writer_is_not_compiled(caplog):
+    model = make_model(family="gpt2", init_weights="write")
+    trainer = TestTimeTrainer(
+        model, **SETTINGS | {"learning_rate": None}, steps=[SlotWriter(model)], compiled=True
+    )
+    messages = read_with_warnings(trainer, caplog)
+    assert messages == ["the model is not compiled: a writer records its layers"]
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("mistral", {"sliding_window": 8}, "its attention has a sliding window"),
+        (
+            "llama",
+            {"_attn_implementation": "flash_attention_2"},
+            "its attention is 'flash_attention_2', not 'sdpa'",
+        ),
+        ("llama", {"alibi": True}, "its attention has no positions"),
+    ],
+)
+def test_bases_that_do_not_fit_are_named(family, change, reason):
+    base = make_host(family)
+    for name, value in change.items():
+        setattr(base.config, name, value)
+    assert compiled.find_compile_obstacle(base) == reason
+
+
+def test_quantised_and_offloaded_bases_are_named():
+    base = make_host("llama")
+    assert compiled.find_compile_obstacle(base) is None
+    base.is_quantized = True
+    assert compiled.find_compile_obstacle(base) == "its layers are quantised"
+    base.lm_head._hf_hook = object()
+    reason = "its layers are offloaded or split over devices"
+    assert compiled.find_compile_obstacle(base) == reason
+
+
+def test_lora_of_another_width_makes_another_graph(traced):
+    nats = []
+    for is_compiled in (False, True):
+        trainer = make_trainer("lora", is_compiled)
+        config = LoraConfig(r=2, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer.model.add_adapter("narrow", config)
+        chunks = trainer.read(make_ids(60))
+        next(chunks)
+        nats.append([next(chunks).nll_nats])
+        trainer.model.set_adapter("narrow")
+        other = TestTimeTrainer(trainer.model, **SETTINGS, compiled=is_compiled)
+        nats[-1] += read(other, make_ids(30))
+    assert nats[1] == pytest.approx(nats[0], rel=1e-4)
