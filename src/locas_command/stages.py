@@ -37,8 +37,6 @@ def read(
     """
     job = _Job(settings, place, base, unwrap, json_file, compiled)
     if table.manifest or text is None:
-        if compiled:
-            raise ValueError("--compile is for one text, got --manifest too: leave one out")
         return _teach_table(text, table, job)
     _check_one_text(table)
     _run_stage(text, job, None)
@@ -51,6 +49,7 @@ def study(
     *,
     exchanges_file: options.NamedPath | None = None,
     unwrap: options.Unwrap = None,
+    compiled: options.Compiled = False,
     json_file: options.JsonFile = None,
     place: options.PlaceGroup = options.PLACE,
     table: options.TableGroup = options.TABLE,
@@ -64,7 +63,7 @@ def study(
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the
             model writes; for instance an edited exchanges.jsonl of a memory.
     """
-    job = _Job(settings, place, base, unwrap, json_file)
+    job = _Job(settings, place, base, unwrap, json_file, compiled)
     if table.manifest or text is None:
         if exchanges_file is not None:
             raise ValueError("--exchanges-file is for one text, got --manifest too: leave one out")
@@ -112,6 +111,8 @@ def _check_one_text(table: TableOptions) -> None:
 def _teach_table(text: str | None, table: TableOptions, job: _Job) -> int:
     if (text is None) == (not table.manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see --help")
+    if job.compiled:
+        raise ValueError("--compile is for one text, got --manifest too: leave one out")
     place = job.place
     if table.actors > 1 and not table.ray:
         raise ValueError(f"--actors is of Ray's, got {table.actors} without --ray: add --ray")
@@ -277,6 +278,7 @@ def _take_steps(
             where,
             start=place.start,
             exchanges=exchanges,
+            compiled=job.compiled,
         )
     try:
         with opened as run:

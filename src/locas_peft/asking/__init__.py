@@ -12,6 +12,7 @@ from .continuation import (
     continue_rows,
     continue_texts,
     draw,
+    pad_left,
     share_prefixes,
 )
 from .dates import current_day, dated
@@ -49,5 +50,6 @@ __all__ = [
     "fit_turns",
     "is_right",
     "load_questions",
+    "pad_left",
     "share_prefixes",
 ]

@@ -43,9 +43,12 @@ LEAST_SHARED = 64
 """A beginning that all prompts share is computed once where it has so many tokens."""
 
 
-def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
-    """Return rows of token ids as a model's inputs, LongTensors [B, L]; all rows end together."""
-    length = max(map(len, rows))
+def pad_left(rows: Rows, pad: int, device: torch.device, least: int = 0) -> dict[str, Tensor]:
+    """Return rows of token ids as a model's inputs, LongTensors [B, L]; all rows end together.
+
+    L is the length of the longest row, or `least` where that is more.
+    """
+    length = max(least, *map(len, rows))
     padded_rows = []
     masks = []
     for row in rows:

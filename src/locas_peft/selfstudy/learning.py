@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from locas_settings import StudySettings
 
-from ..asking import begin_rows, current_day, encode_question, find_pad_token
+from ..asking import begin_rows, current_day, encode_question, find_pad_token, pad_left
 from ..checks import invalid
 from ..model import CausalLM, compute_once
 from ..ttt import Anchor, OwnText
@@ -65,6 +65,8 @@ BETA = 0.98
 # Every n-th time, a lesson's passage is learned to its end. Else what is left out could be
 # forgotten without being noticed.
 WHOLE_EVERY = 5
+# Where the model is compiled, lengths are multiples of it: one graph serves many batches.
+BUCKET = 64
 # Tokens of a passage that are learned after the last one that is not known.
 MARGIN = 4
 # Greedy decoding recites a token of a smaller loss: its probability is above one half
@@ -170,6 +172,8 @@ class SelfStudy:
             Elsewhere questions and least steps are doubled.
         load_writer: returns another causal LM and its tokenizer, which write the questions in place
             of the base. It is called where questions are left to write.
+        compiled: whether the passes over lessons go through `torch.compile`. The figures are the
+            same to rounding. Where the model does not allow it, one line is logged.
 
     Attributes:
         exchanges: those so far.
@@ -195,6 +199,7 @@ class SelfStudy:
         earlier: Sequence[Exchange] = (),
         discriminants: bool = False,
         load_writer: Callable[[], tuple[nn.Module, Any]] | None = None,
+        compiled: bool = False,
     ):
         if settings.learning_rate is None:
             remedy = "give one, 1e-3 say, or complete the settings"
@@ -210,6 +215,7 @@ class SelfStudy:
         self._seed = seed
         self._discriminants = discriminants
         self._load_writer = load_writer
+        self._is_compiled = compiled
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
         if self._anchor_weight:
@@ -347,6 +353,8 @@ class SelfStudy:
 
     def _learn_all(self) -> Iterator[StudyStep]:
         """Learn the lessons until all are known, or have had all their passes."""
+        if self._is_compiled:
+            self._host.compile()
         apart = self._tells_apart(self._count_answers())
         least_steps = LEAST_STEPS if apart else 2 * LEAST_STEPS
         usual = max(PASSES, math.ceil(least_steps * BATCH / max(len(self._lessons), 1)))
@@ -516,13 +524,20 @@ class SelfStudy:
     def _distill(self, examples: Sequence[Example]) -> list[Tensor]:
         """Return KL(teacher || student) at each token of some answers, [T] of each example."""
         rows = [example.list_inputs() for example in examples]
-        # Such as the system message of a chat template.
-        shared = commonprefix([example.prompt[:-1] for example in examples])
-        inputs = begin_rows(self._host, rows, [(len(shared), range(len(rows)))], 0)
         count = max(len(example.answer) for example in examples)
+        if self._host.is_compiled:
+            # As many rows in each batch, and few lengths.
+            rows += [rows[-1]] * (-len(rows) % BATCH)
+            length = _round_up(max(map(len, rows)))
+            inputs = pad_left(rows, 0, self._host.device, length)
+            count = _round_up(count)
+        else:
+            # Such as the system message of a chat template.
+            shared = commonprefix([example.prompt[:-1] for example in examples])
+            inputs = begin_rows(self._host, rows, [(len(shared), range(len(rows)))], 0)
         logits = self._host.logits(count=count, **inputs)
         losses = []
-        for example, row_logits in zip(examples, logits, strict=True):
+        for example, row_logits in zip(examples, logits, strict=False):
             losses.append(_divergences(row_logits[-len(example.answer) :], example.lesson))
         return losses
 
@@ -587,6 +602,10 @@ class SelfStudy:
         apart = self._tells_apart(self._count_answers())
         with upper_layers_trained(self._model, apart):
             self._learner.load_state_dict(state["learner"])
+
+
+def _round_up(length: int) -> int:
+    return BUCKET * math.ceil(length / BUCKET)
 
 
 def _check_passages(passages: int) -> None:

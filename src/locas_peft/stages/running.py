@@ -276,12 +276,13 @@ def study(
     *,
     start: str | Path | None = None,
     exchanges: Sequence[Exchange] | None = None,
+    compiled: bool = False,
     on_step: Callable[[Any], None] | None = None,
 ) -> StudyRecord:
     """Study a text: the model asks itself about it, and the adapter learns the answers.
 
     Args:
-        base, input_ids, place, on_step: as for `read`.
+        base, input_ids, place, compiled, on_step: as for `read`.
         tokenizer: of the base.
         settings: completed here, where they are not.
         start: a saved memory to go on with: a study that follows a reading keeps what was read.
@@ -292,7 +293,14 @@ def study(
     saved.
     """
     opened = open_study(
-        base, tokenizer, input_ids, settings, place, start=start, exchanges=exchanges
+        base,
+        tokenizer,
+        input_ids,
+        settings,
+        place,
+        start=start,
+        exchanges=exchanges,
+        compiled=compiled,
     )
     with opened as run:
         return _run_to_the_end(run, on_step)
@@ -342,6 +350,7 @@ def open_study(
     *,
     start: str | Path | None = None,
     exchanges: Sequence[Exchange] | None = None,
+    compiled: bool = False,
 ) -> Iterator[StageRun]:
     """Open a study for the duration of the context; arguments and errors are those of `study`."""
     settings = complete(settings, base)
@@ -363,6 +372,7 @@ def open_study(
             given=exchanges,
             earlier=earlier,
             is_fresh=start is None,
+            compiled=compiled,
         )
 
     setup = _Setup(base, settings, place or Place(), start, tokenizer)

@@ -148,6 +148,7 @@ class Study(Stage):
         earlier: the exchanges that the adapter has learned before.
         is_fresh: whether the adapter has learned nothing yet: a memory then gets rows that tell
             the passages apart.
+        compiled: whether the passes over lessons go through `torch.compile`.
     """
 
     kind = "study"
@@ -162,6 +163,7 @@ class Study(Stage):
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
         is_fresh: bool = True,
+        compiled: bool = False,
     ):
         self._model = model
         self._date = current_day()
@@ -178,6 +180,7 @@ class Study(Stage):
             earlier=earlier,
             discriminants=is_fresh and separates(settings),
             load_writer=load_writer,
+            compiled=compiled,
         )
 
     def steps(self) -> Iterator[StudyStep]:
