@@ -50,16 +50,25 @@ def model(loaded):
 def activate_at_ends(model, tokenizer, questions, count=1):
     """Return the gates' inputs of each layer's slots at the last tokens of questions, before the activation."""
     layers, gates, found = list_layers(model, "default"), [], []
-    keep = lambda module, inputs, output: gates.append(output[0, -count:])  # noqa: E731
-    hooks = [layer.locas_gate["default"].register_forward_hook(keep) for layer in layers]
-    with torch.no_grad():
+
+    def record(layer):
+        former = layer.activate
+
+        def activate(names, ffn_input):
+            gate = ffn_input[0, -count:] @ layer.locas_gate["default"].weight.mT
+            gates.append(gate * layer.locas_input_scale["default"])
+            return former(names, ffn_input)
+
+        return activate
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        for layer in layers:
+            patch.setattr(layer, "activate", record(layer))
         for question in questions:
             gates.clear()
             model(torch.tensor([tokenizer(question)["input_ids"]]))
-            scales = (layer.locas_input_scale["default"] for layer in layers)
-            found.append([gate * scale for gate, scale in zip(gates, scales, strict=True)])
-    for hook in hooks:
-        hook.remove()
+            assert len(gates) == len(layers)
+            found.append(list(gates))
     return [torch.cat(of_layer) for of_layer in zip(*found, strict=True)]
 
 
