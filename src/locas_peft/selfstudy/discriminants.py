@@ -45,7 +45,7 @@ ROWS_AT_ONCE = 16
 class _Inputs(list[Tensor]):
     """The FFN's inputs at the last tokens of each row, [N, D] of each.
 
-    It takes the place of a `Calibration`.
+    It is an `Observer` of a layer.
     """
 
     counts: Sequence[int] = ()

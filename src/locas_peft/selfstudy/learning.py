@@ -459,7 +459,7 @@ class SelfStudy:
         losses = all_losses[: len(examples)]
         loss = torch.cat(losses).mean()
         objective = loss
-        if weight:
+        if weight and self._anchor is not None:
             text = self._anchor.text_of(pull)
             others_loss = torch.cat(all_losses[len(examples) :]).mean()
             objective = loss + weight * (others_loss + self._anchor.loss(self._host, text))
@@ -549,6 +549,7 @@ class SelfStudy:
             number: the pass.
             losses: those of each lesson's tokens, [T].
         """
+        assert self._passes is not None  # The first step has set it.
         # By answer: the tokens up to the last that is not known.
         unknown: dict[str, int] = {}
         for index, example_losses in zip(indices, losses, strict=True):

@@ -122,7 +122,7 @@ def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str
     phrases = list_phrases(text)
     if not phrases:
         return []
-    questions = {}
+    questions: dict[str, None] = {}
     for number in range(count):
         order = torch.randperm(len(phrases), generator=generator, device=generator.device)
         indices = sorted(order[: 1 + number % 2].tolist())

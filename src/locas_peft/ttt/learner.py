@@ -62,7 +62,7 @@ class Learner:
             rule = "model must train the same parameters from the first chunk to the last"
             remedy = "make a new TestTimeTrainer after switching or adding adapters"
             raise ValueError(f"{rule}, got others than the optimizer was made for: {remedy}")
-        self.optimizer.zero_grad(set_to_none=True)
+        self._started.zero_grad(set_to_none=True)
 
     def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
         """Take the step at `rate_factor` of its rate; return whether it was taken.
@@ -91,9 +91,9 @@ class Learner:
             return
         if step:
             self._set_rates(rate_factor)
-            self.optimizer.step()
+            self._started.step()
             self.steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self._started.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def move_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
@@ -127,13 +127,19 @@ class Learner:
             self.optimizer = None
             return
         self._start(self.parameters())
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._started.load_state_dict(state["optimizer"])
         if isinstance(self.optimizer, torch.optim.AdamW):
             self._check_adamw()
 
+    @property
+    def _started(self) -> torch.optim.Optimizer:
+        """The optimizer, which `begin` or a loaded state has made."""
+        assert self.optimizer is not None
+        return self.optimizer
+
     def _start(self, parameters: list[nn.Parameter]) -> None:
         self.optimizer = self._make_optimizer(parameters)
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._rates = [group["lr"] for group in self._started.param_groups]
 
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk.
@@ -148,19 +154,19 @@ class Learner:
 
     def _held(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer was made for."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self._started.param_groups for parameter in group["params"]]
 
     def _set_rates(self, rate_factor: float) -> None:
         warmup = min(1.0, (self.steps + 1) / (self._warmup_steps + 1))
         decay = 1.0
         if self._decay_steps:
             decay = (1.0 + self.steps / self._decay_steps) ** -0.5
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(self._started.param_groups, self._rates, strict=True):
             group["lr"] = rate * warmup * decay * rate_factor
 
     def _check_adamw(self) -> None:
         # Only AdamW: the state of other optimizers may have any shape.
-        for parameter, entries in self.optimizer.state.items():
+        for parameter, entries in self._started.state.items():
             missing = {"step", "exp_avg", "exp_avg_sq"} - entries.keys()
             if missing:
                 raise ValueError(f"the optimizer's state has no {min(missing)}")

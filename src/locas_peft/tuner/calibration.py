@@ -102,8 +102,9 @@ def observe_host(
     try:
         calibrations = []
         for layer in layers:
-            layer.calibration = layer.start_calibration(name, r, across_processes)
-            calibrations.append(layer.calibration)
+            calibration = layer.start_calibration(name, r, across_processes)
+            layer.calibration = calibration
+            calibrations.append(calibration)
         with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
             for batch in batches:
                 inputs = to_inputs(model, batch)

@@ -59,7 +59,9 @@ class FFNParts:
     @property
     def inlet(self) -> str:
         """Return the projection that receives the FFN's input: the up projection, fused or not."""
-        return self.up or self.gate_up
+        name = self.up or self.gate_up
+        assert name is not None
+        return name
 
 
 # A row's name is a family that has these parts; many others share them.
@@ -172,7 +174,7 @@ class HostFFN:
         if parts.gate_up:
             fused = self.projection(parts.gate_up)
             return [(fused, 0), (fused, self.width)]
-        names = [parts.up] if parts.gate is None else [parts.gate, parts.up]
+        names = [parts.inlet] if parts.gate is None else [parts.gate, parts.inlet]
         return [(self.projection(name), 0) for name in names]
 
     def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -365,8 +367,8 @@ class HostFFN:
         if parts.gate_up:
             gate, up = getattr(self.owner, parts.gate_up)(hidden_states).chunk(2, dim=-1)
             return self.act(gate) * up
-        up = getattr(self.owner, parts.up)(hidden_states)
-        if not self.gated:
+        up = getattr(self.owner, parts.inlet)(hidden_states)
+        if parts.gate is None:
             return self.act(up)
         gate = getattr(self.owner, parts.gate)(hidden_states)
         return self.act(gate) * up

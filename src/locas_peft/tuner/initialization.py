@@ -9,7 +9,7 @@ changes no output. A new strategy is one function and one row of `STRATEGIES`.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ class Statistics:
     importance: Tensor  # alpha [F], float64
     inputs: Tensor  # A of the sampled tokens, [tokens, D] float32
     output_norms: Tensor  # |FFN(A)| of the same tokens, [tokens] float32
+
+
+class Observer(Protocol):
+    """What a layer calls in each forward pass while it is set, such as a `Calibration`."""
+
+    def update(
+        self,
+        ffn_input: Tensor,
+        sum_activity: SumActivity,
+        output: Tensor,
+        token_mask: Tensor | None = None,
+    ) -> None:
+        """Take the tokens of a forward pass; arguments are those of `Calibration.update`."""
 
 
 class Calibration:

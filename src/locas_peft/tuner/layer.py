@@ -26,6 +26,7 @@ from .finding import AnyFFN
 from .initialization import (
     STRATEGIES,
     Calibration,
+    Observer,
     Rows,
     Statistics,
     Strategy,
@@ -96,7 +97,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
         # While set, forwards run the host's FFN alone and collect its activations here.
-        self.calibration: Calibration | None = None
+        self.calibration: Observer | None = None
         # Of the current forward, [B, T], nonzero where a token is no padding.
         self.token_mask: Tensor | None = None
         # While set, called with A and the layer's output in each forward with gradients.
@@ -279,7 +280,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         Their values are zero, so that their outputs are zero before and after.
         """
         calibrations = {name: self.start_calibration(name) for name in names}
-        result = self._observe(list(calibrations.values()), ffn_input, *args, **kwargs)
+        result = self._observe([*calibrations.values()], ffn_input, *args, **kwargs)
         for name, calibration in calibrations.items():
             statistics = calibration.finish()
             rows = None
@@ -292,7 +293,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     @torch.compiler.disable
     def _observe(
-        self, calibrations: list[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
+        self, calibrations: list[Observer], ffn_input: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the host's FFN alone and add what it does to calibrations."""
 
@@ -547,6 +548,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if ffn_input is None and is_used:
             self._check_replica()
             parts = self.ffn.parts
+            assert parts is not None
             problem = f"{self.name} was run without {parts.inlet} before it"
             remedy = "wrap the decoder layer in activation checkpointing"
             raise ValueError(f"{problem}: {remedy}, in place of {parts.down} alone.")
@@ -641,7 +643,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             module = self.ffn.down
             device, dtype = super()._get_base_layer_device_and_dtype(module)
         hook = getattr(module, "_hf_hook", None)
-        if getattr(hook, "offload", False):
+        if hook is not None and getattr(hook, "offload", False):
             device = torch.device(hook.execution_device)
         return device, dtype
 
