@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from locas_peft import backbone, text
 from locas_peft.asking import continue_rows, draw, encode_prompt
-from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
@@ -31,6 +30,7 @@ from locas_peft.selfstudy import (
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES, correct
+from locas_peft.selfstudy.question_words import QuestionWords, find_question_words
 from locas_peft.stages import (
     Place,
     ReadSettings,
@@ -82,7 +82,7 @@ def few_topics(monkeypatch):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:4])
 
 
-def ask_without_filter(host, tokenizer, passages, per_passage, generator, written):
+def ask_without_filter(host, tokenizer, passages, per_passage, generator, written, words):
     prompts = [
         encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)
     ]
@@ -324,6 +324,51 @@ def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
     assert torch.is_grad_enabled(), "between two blocks"
 
 
+@pytest.mark.parametrize(
+    ("text_of_page", "question", "other"),
+    [
+        (
+            "Die Fähre fährt um sieben Uhr nach Kielholm. Der Kapitän heißt Petersen.",
+            "Wer heißt Petersen?",
+            "Wer ist das?",
+        ),
+        (
+            "Le bateau part à sept heures et il est vieux. Le capitaine est Petersen.",
+            "Qui est le capitaine du bateau ?",
+            "Qui a dit cela ?",
+        ),
+        (
+            "李明在一九九九年开了一家书店。书店在小河的边上。",
+            "谁开了书店？",
+            "Who has that?",
+        ),
+        ("The ferry leaves at seven.", "Who leaves at seven?", "Who has that?"),
+    ],
+)
+def test_questions_are_in_the_language_of_the_text(
+    text_of_page, question, other, loaded, monkeypatch
+):
+    """An English question about a German text taught no answer to a German one."""
+    tokenizer = loaded[1]
+    passage = Passage(text_of_page)
+    words = find_question_words(text_of_page)
+    begins = []
+
+    def reply(host, tokenizer, requests, generator):
+        begins.extend(begin for _, begin in requests)
+        return [question, other][: len(requests)]
+
+    monkeypatch.setattr(writing, "write_replies", reply)
+    written = writing.WrittenBlock(1)
+    assert writing._ask(None, tokenizer, [passage], 2, None, written, words)[0] == (
+        passage,
+        question,
+    )
+    assert question.startswith(begins[0])
+    assert other in written.dropped
+    assert find_question_words("Το πλοίο φεύγει στις επτά.").beginnings == ("",)
+
+
 def test_a_passage_is_asked_for_by_its_own_words(loaded):
     passage = "The mason, an old man, built the tower of stone."
     questions = writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
@@ -377,9 +422,9 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
     monkeypatch.setattr(writing, "continue_rows", reply)
-    monkeypatch.setattr(writing, "KINDS", [(WRITE_PROMPT, "Who")])
     written = writing.WrittenBlock(2)
-    questions = writing._ask(None, tokenizer, [first, second], 2, None, written)
+    words = QuestionWords(("Who",), (), "")
+    questions = writing._ask(None, tokenizer, [first, second], 2, None, written, words)
     assert questions == [
         (first, "Who passage was old?"),
         (first, "Who was the passage from here?"),
@@ -392,8 +437,8 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         [False],
     ]  # a near-duplicate is asked for once more
     assert written.asked == 6 and written.dropped == ["Who was he."]
-    assert (
-        len(writing._ask(None, tokenizer, [first], 2, None, writing.WrittenBlock(1))) == 0
+    assert not writing._ask(
+        None, tokenizer, [first], 2, None, writing.WrittenBlock(1), words
     )  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
 

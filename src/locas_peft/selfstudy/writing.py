@@ -9,18 +9,19 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
-from ..asking.prompts import WRITE_PROMPT, decode_after, list_stops
+from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
+from ..text import split_words
 from ..tuner import adapters_disabled, evaluating
 from .exchanges import Exchange
 from .passages import LONGEST_PASSAGE, REPORTED, Passage
+from .question_words import ENGLISH, QuestionWords, find_question_words
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
@@ -36,17 +37,10 @@ _QUESTIONS_AT_ONCE = 128
 # Two questions with such a share of common words are near-duplicates.
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
-_BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
-_ABOUT = (
-    "Can you tell me about {}?",
-    "What does the text say about {}?",
-    "What do you know about {}?",
-)
 _MOST_PHRASE_WORDS = 3
 _PHRASE_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
-KINDS = list(product(("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT), _BEGINNINGS))
-"""The kinds of exchanges: the request, and the first words of the model's reply."""
+_QUESTION = re.compile(r"[^?？؟]*[?？؟]")
 
 
 @dataclass
@@ -81,21 +75,22 @@ def write_exchanges(
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
-        per_passage: how many questions are wanted about each passage, of the kinds in `KINDS` in
-            turns.
+        per_passage: how many questions are wanted about each passage, of the kinds of the text's
+            language in turns.
         seed: of the questions' sampling. Torch's own random state is not used.
         first: the block to begin with.
     """
     host = CausalLM(model)
+    words = find_question_words("\n".join(passage.text for passage in passages))
     for number in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + number) % 2**63)
         block_passages = passages[number * BLOCK :][:BLOCK]
         block = WrittenBlock(len(block_passages))
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            questions = _ask(host, tokenizer, block_passages, per_passage, generator, block)
+            questions = _ask(host, tokenizer, block_passages, per_passage, generator, block, words)
         if questions:
             for passage in dict.fromkeys(block_passages):
-                for question in _ask_by_words(passage.text, per_passage // 2, generator):
+                for question in _ask_by_words(passage.text, per_passage // 2, generator, words):
                     block.asked += 1
                     questions.append((passage, question))
         for passage, question in questions:
@@ -114,7 +109,9 @@ def check_window(host: CausalLM, window: int) -> None:
         raise ValueError(f"{rule}, got {window}: raise it, or read the text instead")
 
 
-def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:
+def _ask_by_words(
+    text: str, count: int, generator: torch.Generator, words: QuestionWords = ENGLISH
+) -> list[str]:
     """Return at most `count` questions that name phrases of a text, drawn at random.
 
     They name one phrase and two in turns.
@@ -127,8 +124,8 @@ def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str
         order = torch.randperm(len(phrases), generator=generator, device=generator.device)
         indices = sorted(order[: 1 + number % 2].tolist())
         named = dict.fromkeys(phrases[index] for index in indices)
-        form = _ABOUT[number % len(_ABOUT)]
-        questions[form.format(" and ".join(named))] = None
+        form = words.about[number % len(words.about)]
+        questions[form.format(words.conjunction.join(named))] = None
     return list(questions)
 
 
@@ -161,6 +158,7 @@ def _ask(
     count: int,
     generator: torch.Generator,
     block: WrittenBlock,
+    words: QuestionWords,
 ) -> list[tuple[Passage, str]]:
     """Return passages and `count` questions about each, without near-duplicates.
 
@@ -168,6 +166,7 @@ def _ask(
     given more often. What a round of asking leaves open is asked in the next one. The number of
     questions and poor replies are noted in `block`.
     """
+    all_kinds = words.kinds
     # The words of each question by the question, for each passage.
     questions: dict[Passage, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
     kinds = dict.fromkeys(passages, 0)
@@ -176,7 +175,7 @@ def _ask(
         requests = []
         for passage, passage_questions in questions.items():
             for _ in range(count - len(passage_questions)):
-                request, begin = KINDS[kinds[passage] % len(KINDS)]
+                request, begin = all_kinds[kinds[passage] % len(all_kinds)]
                 kinds[passage] += 1
                 asked.append(passage)
                 requests.append((_fill(request, passage), begin))
@@ -184,13 +183,14 @@ def _ask(
         replies = write_replies(host, tokenizer, requests, generator)
         for passage, reply in zip(asked, replies, strict=True):
             line = reply.strip().split("\n")[0]
-            question = line[: line.find("?") + 1].strip()
+            asks = _QUESTION.match(line)
+            question = asks[0].strip() if asks else ""
             if not is_about(question, passage):
                 block.dropped.append(line)
                 continue
-            words = frozenset(re.findall(r"\w+", question.casefold()))
-            if not any(_is_duplicate(words, other) for other in questions[passage].values()):
-                questions[passage][question] = words
+            found = frozenset(split_words(question))
+            if not any(_is_duplicate(found, other) for other in questions[passage].values()):
+                questions[passage][question] = found
     return [(passage, question) for passage in questions for question in questions[passage]]
 
 
@@ -255,7 +255,6 @@ def is_about(question: str, passage: Passage) -> bool:
 
 def _list_words(text: str) -> frozenset[str]:
     """Return a text's words, case-folded, without the short ones that every text has."""
-    words = re.findall(r"\w+", text.casefold())
     return frozenset(
-        word for word in words if len(word) > 3 or not word.isascii() or word.isdigit()
+        word for word in split_words(text) if len(word) > 3 or not word.isascii() or word.isdigit()
     )

@@ -22,7 +22,7 @@ from .documents import (
     tokenize,
     unwrap,
 )
-from .sentences import split_sentences
+from .sentences import guess_language, split_sentences
 from .words import holds_phrase, list_runs, split_words
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "encode_text",
     "ends_sentence",
     "find_start_token",
+    "guess_language",
     "holds_phrase",
     "is_code",
     "list_blocks",

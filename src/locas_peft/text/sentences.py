@@ -13,7 +13,13 @@ import sentencex
 
 from .words import split_words
 
-__all__ = ["NARROWEST_COLUMN", "fills_column", "is_wrapped", "split_sentences"]
+__all__ = [
+    "NARROWEST_COLUMN",
+    "fills_column",
+    "guess_language",
+    "is_wrapped",
+    "split_sentences",
+]
 
 # The languages with rules of their own, by script, with frequent words where several languages
 # share a script. The first language of a script is the one without evidence for another.
@@ -46,6 +52,9 @@ _LANGUAGES = {
     "Greek": {"el": ""},
     "Gujarati": {"gu": ""},
     "Gurmukhi": {"pa": ""},
+    "Han": {"zh": ""},
+    "Hangul": {"ko": ""},
+    "Hiragana": {"ja": ""},
     "Kannada": {"kn": ""},
     "Malayalam": {"ml": ""},
     "Myanmar": {"my": ""},
@@ -84,7 +93,7 @@ def split_sentences(text: str, whole: str | None = None) -> list[str]:
     """
     if whole is None:
         whole = text
-    language = _guess_language(whole[:_GUESSED_CHARACTERS])
+    language = guess_language(whole)
     sentences: list[str] = []
     for block in _list_blocks(text, is_wrapped(whole)):
         if _ROW.match(block):
@@ -115,12 +124,23 @@ def fills_column(lines: Sequence[str]) -> bool:
     return True
 
 
+def guess_language(text: str) -> str:
+    """Return the code of the language whose script and frequent words a text has most of.
+
+    Of languages without frequent words here, that is one with the same script: "en" for the Latin
+    one.
+    """
+    return _guess_language(text[:_GUESSED_CHARACTERS])
+
+
 @lru_cache(maxsize=4)
 def _guess_language(text: str) -> str:
-    """Return the language, among those with rules, whose script and words a text has most of."""
     letters = {}
     for script in _LANGUAGES:
         letters[script] = len(regex.findall(rf"\p{{{script}}}", text))
+    # Japanese has Han characters too.
+    if letters["Hiragana"]:
+        letters["Hiragana"] += letters["Han"]
     # Of equal counts, max takes the first: Latin and English.
     languages = _LANGUAGES[max(letters, key=letters.__getitem__)]
     words = split_words(text)
