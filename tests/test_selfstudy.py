@@ -369,6 +369,20 @@ def test_questions_are_in_the_language_of_the_text(
     assert find_question_words("Το πλοίο φεύγει στις επτά.").beginnings == ("",)
 
 
+def test_words_of_all_passages_tell_none_of_them_apart():
+    """ "What do you know about the Station?" was learned with each row of a table."""
+    stations = ("Thornby", "Wexcombe", "Saltney", "Dunmere")
+    rows = [Passage(f"Station: {name}; Opened: {1870 + i}") for i, name in enumerate(stations)]
+    shared = writing._list_shared_words(rows)
+    assert shared == {"station", "opened"}
+    assert not writing._list_shared_words(rows[:3])
+    assert not writing.is_about("When was the station opened?", rows[0], shared)
+    assert writing.is_about("When was the station Thornby opened?", rows[0], shared)
+    generator = torch.Generator().manual_seed(0)
+    asked = writing._ask_by_words(rows[0].text, 20, generator, shared=shared)
+    assert asked and all("Thornby" in question or "1870" in question for question in asked)
+
+
 def test_a_passage_is_asked_for_by_its_own_words(loaded):
     passage = "The mason, an old man, built the tower of stone."
     questions = writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))

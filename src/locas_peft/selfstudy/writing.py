@@ -37,6 +37,8 @@ _QUESTIONS_AT_ONCE = 128
 # Two questions with such a share of common words are near-duplicates.
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
+# Of fewer passages, most have a word in common, also where each says something else.
+_FEWEST_WITH_SHARED_WORDS = 4
 _MOST_PHRASE_WORDS = 3
 _PHRASE_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
@@ -89,8 +91,10 @@ def write_exchanges(
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
             questions = _ask(host, tokenizer, block_passages, per_passage, generator, block, words)
         if questions:
+            shared = _list_shared_words(block_passages)
             for passage in dict.fromkeys(block_passages):
-                for question in _ask_by_words(passage.text, per_passage // 2, generator, words):
+                count = per_passage // 2
+                for question in _ask_by_words(passage.text, count, generator, words, shared):
                     block.asked += 1
                     questions.append((passage, question))
         for passage, question in questions:
@@ -110,13 +114,17 @@ def check_window(host: CausalLM, window: int) -> None:
 
 
 def _ask_by_words(
-    text: str, count: int, generator: torch.Generator, words: QuestionWords = ENGLISH
+    text: str,
+    count: int,
+    generator: torch.Generator,
+    words: QuestionWords = ENGLISH,
+    shared: frozenset[str] = frozenset(),
 ) -> list[str]:
     """Return at most `count` questions that name phrases of a text, drawn at random.
 
-    They name one phrase and two in turns.
+    They name one phrase and two in turns. No phrase consists of `shared` words alone.
     """
-    phrases = list_phrases(text)
+    phrases = [phrase for phrase in list_phrases(text) if not _list_words(phrase) <= shared]
     if not phrases:
         return []
     questions: dict[str, None] = {}
@@ -167,6 +175,7 @@ def _ask(
     questions and poor replies are noted in `block`.
     """
     all_kinds = words.kinds
+    shared = _list_shared_words(passages)
     # The words of each question by the question, for each passage.
     questions: dict[Passage, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
     kinds = dict.fromkeys(passages, 0)
@@ -185,7 +194,7 @@ def _ask(
             line = reply.strip().split("\n")[0]
             asks = _QUESTION.match(line)
             question = asks[0].strip() if asks else ""
-            if not is_about(question, passage):
+            if not is_about(question, passage, shared):
                 block.dropped.append(line)
                 continue
             found = frozenset(split_words(question))
@@ -241,16 +250,27 @@ def write_replies(
             yield decode_after(tokenizer, begin, ids)
 
 
-def is_about(question: str, passage: Passage) -> bool:
-    """Return whether a question has a word of its passage.
+def is_about(question: str, passage: Passage, shared: frozenset[str] = frozenset()) -> bool:
+    """Return whether a question has a word of its passage that is not `shared`.
 
     A word of the subject, which other passages share, counts only for the passage that introduces
     it.
     """
-    common = _list_words(question) & _list_words(passage.text)
+    common = (_list_words(question) & _list_words(passage.text)) - shared
     if not passage.introduces:
         common -= _list_words(passage.subject)
     return bool(common)
+
+
+def _list_shared_words(passages: Sequence[Passage]) -> frozenset[str]:
+    """Return the words that all passages have, such as the names of a table's columns.
+
+    A question with no other word of its passage would be learned with several answers.
+    """
+    texts = {passage.text for passage in passages}
+    if len(texts) < _FEWEST_WITH_SHARED_WORDS:
+        return frozenset()
+    return frozenset.intersection(*map(_list_words, texts))
 
 
 def _list_words(text: str) -> frozenset[str]:
