@@ -370,7 +370,7 @@ def test_questions_are_in_the_language_of_the_text(
 
 
 def test_words_of_all_passages_tell_none_of_them_apart():
-    """ "What do you know about the Station?" was learned with each row of a table."""
+    """A question about a column's name was learned with each row of a table."""
     stations = ("Thornby", "Wexcombe", "Saltney", "Dunmere")
     rows = [Passage(f"Station: {name}; Opened: {1870 + i}") for i, name in enumerate(stations)]
     shared = writing._list_shared_words(rows)
