@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from locas_peft.bases.gguf_models import is_installed
 
 from locas_peft import text
 from locas_peft.asking import Answerer, Question, count_right
 from locas_peft.bases import load_base
+from locas_peft.bases.gguf import is_installed
 from locas_peft.memories import load_memory
 from locas_peft.stages import Place, complete, study
 from locas_settings import StudySettings
