@@ -139,12 +139,12 @@ SHARED_OPTIONS = (
     "--lr --r --width --layers --max-tokens --method --init --output-scale --scaling "
     "--max-slot-norm --anchor --window --seed --model --dtype --device --quantize --unwrap "
     "--no-unwrap --json --out --library --name --from --resume --overwrite --checkpoint-seconds "
-    "--manifest --ray --actors"
+    "--manifest --ray --actors --compile"
 )
 OPTIONS = {
     "read": "--preset --update --epsilon --slots-per-chunk --anchor-every --stride --context "
-    "--readings --warmup-steps --decay-steps --compile",
-    "study": "--exchanges --exchanges-file --passes",
+    "--readings --warmup-steps --decay-steps",
+    "study": "--exchanges --exchanges-file --passes --writer",
 }
 
 

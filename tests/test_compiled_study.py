@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def fresh():
     dynamo.reset()
+    dynamo.utils.counters.clear()
     yield
     dynamo.reset()
 
