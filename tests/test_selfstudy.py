@@ -376,6 +376,10 @@ def test_words_of_all_passages_tell_none_of_them_apart():
     shared = writing._list_shared_words(rows)
     assert shared == {"station", "opened"}
     assert not writing._list_shared_words(rows[:3])
+    # Names of three letters do not count as words.
+    names = [Passage(f"Name: {name}") for name in ("Ada", "Bob", "Eve", "Tom")]
+    alone = writing._list_shared_words(names)
+    assert alone == {"name"} and writing.is_about("What is the name?", names[0], alone)
     assert not writing.is_about("When was the station opened?", rows[0], shared)
     assert writing.is_about("When was the station Thornby opened?", rows[0], shared)
     generator = torch.Generator().manual_seed(0)

@@ -122,9 +122,11 @@ def _ask_by_words(
 ) -> list[str]:
     """Return at most `count` questions that name phrases of a text, drawn at random.
 
-    They name one phrase and two in turns. No phrase consists of `shared` words alone.
+    They name one phrase and two in turns. No phrase consists of `shared` words alone, where the
+    text has other phrases.
     """
-    phrases = [phrase for phrase in list_phrases(text) if not _list_words(phrase) <= shared]
+    phrases = list_phrases(text)
+    phrases = [phrase for phrase in phrases if not _list_words(phrase) <= shared] or phrases
     if not phrases:
         return []
     questions: dict[str, None] = {}
@@ -253,10 +255,11 @@ def write_replies(
 def is_about(question: str, passage: Passage, shared: frozenset[str] = frozenset()) -> bool:
     """Return whether a question has a word of its passage that is not `shared`.
 
-    A word of the subject, which other passages share, counts only for the passage that introduces
-    it.
+    Of a passage that has `shared` words alone, any word counts. A word of the subject, which
+    other passages share, counts only for the passage that introduces it.
     """
-    common = (_list_words(question) & _list_words(passage.text)) - shared
+    words = _list_words(passage.text)
+    common = _list_words(question) & (words - shared or words)
     if not passage.introduces:
         common -= _list_words(passage.subject)
     return bool(common)
