@@ -36,3 +36,28 @@ def write_report(load_benchmark):
     """The function of `benchmarks/report.py`, which needs matplotlib."""
     pytest.importorskip("matplotlib")
     return load_benchmark("report").write_report
+
+
+@pytest.fixture
+def fresh_graphs():
+    """Let a test compile anew, and leave nothing compiled and no counts to the others."""
+    from torch import _dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace, without the compiler, which takes most of the time."""
+    import torch
+
+    compile_ = torch.compile
+
+    def trace(model, mode, **options):
+        # The mode is of the compiler.
+        return compile_(model, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", trace)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiling import COMPILES
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import _dynamo as dynamo
@@ -10,17 +11,7 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.tuner import list_layers
 
 IDS = torch.arange(24)[None] * 7 % 4096
-# torch's own, while it traces.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
+pytestmark = COMPILES
 
 
 @pytest.fixture(scope="module")

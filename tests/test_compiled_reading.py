@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from compiling import COMPILES
 from families import make_host
 from peft import LoraConfig
 from torch import _dynamo as dynamo
@@ -17,26 +18,7 @@ from locas_peft.model import compiled
 from locas_peft.ttt import Anchor
 
 SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02, "context": "cache"}
-# torch's own, while it traces.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Trace, without the compiler, which takes most of the time."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    # The mode is of the compiler.
-    former = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, mode, **options: former(model, **options))
+pytestmark = COMPILES
 
 
 def make_trainer(kind="locas", is_compiled=True, anchored=False, **settings) -> TestTimeTrainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiling import COMPILES
 from torch import _dynamo as dynamo
 from transformers import CompileConfig
 
@@ -19,28 +20,7 @@ GIVEN = [
     Exchange("What came from the river?", "A stone."),
     Exchange("Where did the old man carry it?", "He carried it to the hill above the river."),
 ]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    yield
-    dynamo.reset()
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Trace, without the compiler, which takes most of the time."""
-    former = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda model, mode, **options: former(model, backend="aot_eager", **options),
-    )
+pytestmark = COMPILES
 
 
 def test_a_traced_study_has_the_same_figures(traced, caplog):

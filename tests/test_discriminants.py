@@ -100,7 +100,7 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
             own = torch.tensor([each == passage for each in (*PASSAGES, -1)])
             assert gate[own, slot].min() > gate[~own, slot].max()
             assert (gate[own, slot] > 0).all() and (gate[~own, slot] < 0).all()
-    assert all(layer.calibration is None for layer in list_layers(model))
+    assert all(layer.observer is None for layer in list_layers(model))
 
 
 def test_a_first_slot_is_open_inside_the_answers_with_one_passage_alone(model, loaded):

@@ -82,7 +82,7 @@ def few_topics(monkeypatch):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:4])
 
 
-def ask_without_filter(host, tokenizer, passages, per_passage, generator, written, words):
+def ask_without_filter(host, tokenizer, passages, per_passage, generator, written, *_):
     prompts = [
         encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)
     ]

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from compiling import COMPILES
 from families import logits, make_host, make_tokens, same, snapshot, teach
 from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from torch import _dynamo as dynamo
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
@@ -20,11 +20,7 @@ from locas_peft.slots import to_lora
 from locas_peft.tuner import find_ffns, list_layers
 from locas_peft.tuner.modules import base_parameters
 
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-    ),
-]
+pytestmark = COMPILES
 # llama's FFN is gated and a module. opt has two layers without a module around them.
 GATED_AND_FLAT = ["llama", pytest.param("opt", marks=pytest.mark.slow)]
 FAMILIES = [
@@ -32,13 +28,6 @@ FAMILIES = [
     pytest.param("gpt2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    dynamo.reset()
-    yield
-    dynamo.reset()
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -45,7 +45,7 @@ ROWS_AT_ONCE = 16
 class _Inputs(list[Tensor]):
     """The FFN's inputs at the last tokens of each row, [N, D] of each.
 
-    It is an `Observer` of a layer.
+    Its `update` is a layer's `observer`.
     """
 
     counts: Sequence[int] = ()
@@ -202,11 +202,11 @@ def _list_inputs(
             try:
                 for layer, layer_inputs in zip(layers, inputs, strict=True):
                     layer_inputs.counts = batch_counts
-                    layer.calibration = layer_inputs
+                    layer.observer = layer_inputs.update
                 host.outputs(count=1, **arguments)
             finally:
                 for layer in layers:
-                    layer.calibration = None
+                    layer.observer = None
     return [torch.cat(layer_inputs) for layer_inputs in inputs]
 
 

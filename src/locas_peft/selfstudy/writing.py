@@ -88,10 +88,12 @@ def write_exchanges(
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + number) % 2**63)
         block_passages = passages[number * BLOCK :][:BLOCK]
         block = WrittenBlock(len(block_passages))
+        shared = _list_shared_words(block_passages)
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            questions = _ask(host, tokenizer, block_passages, per_passage, generator, block, words)
+            questions = _ask(
+                host, tokenizer, block_passages, per_passage, generator, block, words, shared
+            )
         if questions:
-            shared = _list_shared_words(block_passages)
             for passage in dict.fromkeys(block_passages):
                 count = per_passage // 2
                 for question in _ask_by_words(passage.text, count, generator, words, shared):
@@ -169,6 +171,7 @@ def _ask(
     generator: torch.Generator,
     block: WrittenBlock,
     words: QuestionWords,
+    shared: frozenset[str] = frozenset(),
 ) -> list[tuple[Passage, str]]:
     """Return passages and `count` questions about each, without near-duplicates.
 
@@ -177,7 +180,6 @@ def _ask(
     questions and poor replies are noted in `block`.
     """
     all_kinds = words.kinds
-    shared = _list_shared_words(passages)
     # The words of each question by the question, for each passage.
     questions: dict[Passage, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
     kinds = dict.fromkeys(passages, 0)

@@ -103,7 +103,7 @@ def observe_host(
         calibrations = []
         for layer in layers:
             calibration = layer.start_calibration(name, r, across_processes)
-            layer.calibration = calibration
+            layer.observer = calibration.update
             calibrations.append(calibration)
         with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
             for batch in batches:
@@ -114,7 +114,7 @@ def observe_host(
         return [calibration.finish() for calibration in calibrations]
     finally:
         for layer in layers:
-            layer.calibration = None
+            layer.observer = None
             layer.token_mask = None
 
 

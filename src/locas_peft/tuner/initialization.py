@@ -9,7 +9,7 @@ changes no output. A new strategy is one function and one row of `STRATEGIES`.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +28,8 @@ class Statistics:
     output_norms: Tensor  # |FFN(A)| of the same tokens, [tokens] float32
 
 
-class Observer(Protocol):
-    """What a layer calls in each forward pass while it is set, such as a `Calibration`."""
-
-    def update(
-        self,
-        ffn_input: Tensor,
-        sum_activity: SumActivity,
-        output: Tensor,
-        token_mask: Tensor | None = None,
-    ) -> None:
-        """Take the tokens of a forward pass; arguments are those of `Calibration.update`."""
+Observer = Callable[[Tensor, SumActivity, Tensor, Tensor | None], None]
+"""Takes the tokens of a layer's forward pass, such as `Calibration.update`."""
 
 
 class Calibration:

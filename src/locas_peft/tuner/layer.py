@@ -97,7 +97,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
         # While set, forwards run the host's FFN alone and collect its activations here.
-        self.calibration: Observer | None = None
+        self.observer: Observer | None = None
         # Of the current forward, [B, T], nonzero where a token is no padding.
         self.token_mask: Tensor | None = None
         # While set, called with A and the layer's output in each forward with gradients.
@@ -280,7 +280,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         Their values are zero, so that their outputs are zero before and after.
         """
         calibrations = {name: self.start_calibration(name) for name in names}
-        result = self._observe([*calibrations.values()], ffn_input, *args, **kwargs)
+        observers: list[Observer] = [each.update for each in calibrations.values()]
+        result = self._observe(observers, ffn_input, *args, **kwargs)
         for name, calibration in calibrations.items():
             statistics = calibration.finish()
             rows = None
@@ -293,13 +294,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     @torch.compiler.disable
     def _observe(
-        self, calibrations: list[Observer], ffn_input: Tensor, *args: Any, **kwargs: Any
+        self, observers: list[Observer], ffn_input: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the host's FFN alone and add what it does to calibrations."""
+        """Run the host's FFN alone and show observers what it does."""
 
         def update(sum_activity: SumActivity, output: Tensor) -> None:
-            for calibration in calibrations:
-                calibration.update(ffn_input, sum_activity, output, self.token_mask)
+            for observer in observers:
+                observer(ffn_input, sum_activity, output, self.token_mask)
 
         with torch.compiler.set_stance("force_eager"), self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
@@ -435,8 +436,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """
         adapter_names = kwargs.pop("adapter_names", None)
         ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
-        if self.calibration is not None:
-            return self._observe([self.calibration], ffn_input, hidden_states, *args, **kwargs)
+        if self.observer is not None:
+            return self._observe([self.observer], ffn_input, hidden_states, *args, **kwargs)
         memories = self._choose_memories(adapter_names, ffn_input)
         if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
