@@ -112,6 +112,13 @@ def bench(tables, data, scale, tmp_path):
     return tables.bench.Bench(backbone.NAME, data, tmp_path / "out", scale, dtype="float32")
 
 
+def test_a_sweep_reads_what_was_learned(tables):
+    for scale in tables.scales.SCALES.values():
+        # The first chunk is scored before anything is learned: it is the same at all rates.
+        assert scale.sweep_tokens > 2 * scale.stride
+        assert scale.baseline_sweep_tokens > 2 * scale.stride
+
+
 # ---------------------------------------------------------------------- choices
 
 

@@ -43,6 +43,28 @@ def test_batched_scores_are_those_of_each_pair_alone(family):
     assert scores == score_targets(model, pairs, batch_tokens=60)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_a_shared_beginning_is_read_once_and_changes_no_score(family):
+    model = make_host(family)
+    beginning = make_tokens(1, 12)[0].tolist()
+    pairs = [([*beginning, *prompt], target) for prompt, target in make_pairs()]
+    widths = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: widths.append(args[0].shape[1])
+    )
+    caches = {}
+    scores = score_targets(model, pairs, batch_tokens=60, shared=12, caches=caches)
+    assert widths.count(12) == 1 and max(widths) <= 20
+    again = score_targets(model, pairs[:2], shared=12, caches=caches)
+    assert widths.count(12) == 1
+    for (prompt, target), score in zip(pairs, scores, strict=True):
+        assert score.tokens == len(target)
+        assert score.nll_nats == pytest.approx(nll_alone(model, prompt, target), rel=1e-4, abs=1e-4)
+    assert [each.nll_nats for each in again] == pytest.approx(
+        [each.nll_nats for each in scores[:2]], rel=1e-4
+    )
+
+
 def test_without_a_prompt_the_first_token_is_not_scored():
     model, ids = make_host("llama"), make_tokens(1, 6)[0].tolist()
     scores = score_targets(model, [([], ids), ([], ids[:1])])

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from measuring import encode_pair, make_table
 from paper_tables.choices import Item
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation import Unit
 from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.model import CausalLM, count_positions, token_losses
+from locas_peft.model import count_positions
 from locas_peft.tables import format_percent
 from locas_peft.text import encode_text
 
@@ -55,12 +54,12 @@ def find_right(
     for item in items:
         for choice in item.choices:
             pairs.append(encode_pair(tokenizer, f"{item.question}\nAnswer:", f" {choice}"))
-    begin = []
+    begin: list[int] = []
     if story:
         begin = _cut_story(model, tokenizer, pairs, story, most_tokens)
-        nats = iter(_score_after(model, begin, pairs))
-    else:
-        nats = iter([score.nll_nats for score in score_targets(model, pairs)])
+        pairs = [([*begin, *prompt], target) for prompt, target in pairs]
+    scores = score_targets(model, pairs, shared=len(begin))
+    nats = iter([score.nll_nats for score in scores])
     right = []
     by_character = []
     for item in items:
@@ -82,24 +81,6 @@ def _cut_story(
     if positions is not None:
         most_tokens = min(most_tokens, positions - longest)
     return encode_text(tokenizer, f"{story.strip()}\n\n")[: max(most_tokens, 1)]
-
-
-@torch.inference_mode()
-def _score_after(model: nn.Module, begin: list[int], pairs: Sequence[Any]) -> list[float]:
-    """Return the nats of targets after a text and their prompts; the text is read once."""
-    host = CausalLM(model)
-    first = torch.tensor([begin], device=host.device)
-    cache = host.outputs(first, count=1, use_cache=True).past_key_values
-    nats = []
-    for prompt, target in pairs:
-        ids = torch.tensor([[*prompt, *target]], device=host.device)
-        read = ids[:, :-1]
-        logits = host.logits(read, len(target), past_key_values=cache, use_cache=True)
-        losses = token_losses(logits[0], ids[0, -len(target) :])
-        nats.append(losses.double().sum().item())
-        # A negative number: so many tokens are removed.
-        cache.crop(-read.shape[1])
-    return nats
 
 
 def _measure(bench: KnowledgeBench, model: nn.Module, document: Document, row: Row) -> dict:

@@ -19,7 +19,8 @@ class Scale:
         short_tokens: of each of the six books over which the intervals are; 0 for none of them.
         ablation_tokens: of the tables init and width.
         baseline_tokens: of the table of other methods.
-        baseline_sweep_tokens: of the training book, for that table.
+        baseline_sweep_tokens: of the training book, for that table; more than `stride`, since the
+            first chunk is scored before anything is learned.
         seeds: of the table init.
         memory_tokens: of the book that a memory has read before MMLU.
         questions: of each of MMLU's subjects; None for all.
@@ -70,8 +71,8 @@ QUICK = Scale(
     marks=(2_048, 4_096),
     short_tokens=0,
     ablation_tokens=2_048,
-    baseline_tokens=1_024,
-    baseline_sweep_tokens=512,
+    baseline_tokens=2_048,
+    baseline_sweep_tokens=1_536,
     seeds=1,
     memory_tokens=4_096,
     questions=2,
@@ -92,7 +93,7 @@ CPU = Scale(
     marks=(12_288, 25_088, 50_176),
     short_tokens=12_288,
     ablation_tokens=12_288,
-    baseline_tokens=12_288,
+    baseline_tokens=8_192,
     baseline_sweep_tokens=4_096,
     seeds=3,
     memory_tokens=50_176,

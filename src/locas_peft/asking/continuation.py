@@ -26,6 +26,7 @@ __all__ = [
     "continue_inputs",
     "continue_rows",
     "continue_texts",
+    "count_shared",
     "draw",
     "first_line",
     "first_statement",
@@ -82,6 +83,13 @@ def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
             prefixes.append(beginning)
             numbers.append(range(number, number + 1))
     return [(len(prefix), group) for prefix, group in zip(prefixes, numbers, strict=True)]
+
+
+def count_shared(prompts: Rows) -> int:
+    """Return with how many tokens all prompts begin alike; 0 where they are too few to matter."""
+    # The last token of a prompt must be fed: its logits choose the first new token.
+    shared = len(commonprefix([list(prompt[:-1]) for prompt in prompts]))
+    return shared if shared >= LEAST_SHARED else 0
 
 
 @torch.no_grad()
@@ -329,6 +337,7 @@ def answer_in_batches(
     max_new_tokens: int = 32,
     batch_size: int = 16,
     known: Iterable[int] = (),
+    caches: dict | None = None,
 ) -> Iterator[tuple[list[int], list[str]]]:
     """Answer prompts greedily; yield each batch's indices, and the beginning of each answer.
 
@@ -338,19 +347,22 @@ def answer_in_batches(
     values of a beginning that all prompts share, such as a dialogue before its questions, are
     computed once. `known` has the indices of prompts whose answers are not needed; a batch of only
     such prompts is left out. For errors see `check_room`.
+
+    Args:
+        caches: keeps these keys and values, for `score_targets` of the same prompts.
     """
     for number, prompt in enumerate(prompts):
         check_room(model, prompt, max_new_tokens, f"prompt {number}")
-    # The last token of a prompt must be fed: its logits choose the first new token.
-    shared = len(commonprefix([list(prompt[:-1]) for prompt in prompts]))
+    shared = count_shared(prompts)
     known = set(known)
-    caches: dict[Any, Any] = {}
+    if caches is None:
+        caches = {}
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
         if known.issuperset(batch):
             continue
-        groups = [(shared, range(len(batch)))] if shared >= LEAST_SHARED else []
+        groups = [(shared, range(len(batch)))] if shared else []
         rows = [prompts[number] for number in batch]
         texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
         yield batch, [first_statement(text) for text in texts]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import CausalLM, token_losses
+from .continuation import begin_rows
 
 __all__ = ["Score", "score_targets"]
 
@@ -30,7 +31,12 @@ class Score(NamedTuple):
 
 @torch.inference_mode()
 def score_targets(
-    model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096
+    model: nn.Module,
+    pairs: Sequence[Pair],
+    *,
+    batch_tokens: int = 4096,
+    shared: int = 0,
+    caches: dict | None = None,
 ) -> list[Score]:
     """Score targets after their prompts under a model in evaluation mode.
 
@@ -42,7 +48,12 @@ def score_targets(
             scored. A pair that is longer than the model's positions is a `ValueError`.
         batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its
             own.
+        shared: with how many tokens all prompts begin alike, fewer than the shortest prompt has
+            (see `count_shared`). Their keys and values are computed once.
+        caches: keeps these keys and values for later calls with the same beginning.
     """
+    if caches is None:
+        caches = {}
     host = CausalLM(model)
     sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
     lengths = [len(sequence) for sequence in sequences]
@@ -54,9 +65,12 @@ def score_targets(
     firsts = [max(len(prompt), 1) for prompt, _ in pairs]
     scores = [Score(0.0, 0)] * len(sequences)
     for batch in _list_batches(lengths, batch_tokens):
-        batch_scores = _score_batch(
-            host, [sequences[number] for number in batch], [firsts[number] for number in batch]
-        )
+        rows = [sequences[number] for number in batch]
+        begins = [firsts[number] for number in batch]
+        if shared:
+            batch_scores = _score_after(host, rows, begins, shared, caches)
+        else:
+            batch_scores = _score_batch(host, rows, begins)
         for number, score in zip(batch, batch_scores, strict=True):
             scores[number] = score
     return scores
@@ -80,6 +94,25 @@ def _score_batch(host: CausalLM, sequences: list[Tensor], firsts: list[int]) -> 
         predicted = logits[number, first - begin : stop - begin]
         losses = token_losses(predicted, ids[number, first:stop])
         scores.append(Score(losses.double().sum().item(), stop - first))
+    return scores
+
+
+def _score_after(
+    host: CausalLM, sequences: list[Tensor], firsts: list[int], shared: int, caches: dict
+) -> list[Score]:
+    """Return the scores of sequences [T] whose first `shared` tokens are the same."""
+    rows = [sequence[:-1].tolist() for sequence in sequences]
+    inputs = begin_rows(host, rows, [(shared, range(len(rows)))], caches=caches)
+    counts = [len(sequence) - first for sequence, first in zip(sequences, firsts, strict=True)]
+    # All rows end together.
+    logits = host.logits(inputs.pop("ids"), max(max(counts), 1), **inputs)
+    scores = []
+    for row_logits, sequence, count in zip(logits, sequences, counts, strict=True):
+        if count == 0:
+            scores.append(Score(0.0, 0))
+            continue
+        losses = token_losses(row_logits[-count:], sequence[-count:])
+        scores.append(Score(losses.double().sum().item(), count))
     return scores
 
 

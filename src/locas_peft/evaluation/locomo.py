@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..asking import answer_in_batches, encode_answer
+from ..asking import answer_in_batches, count_shared, encode_answer
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
@@ -186,15 +186,23 @@ def _answer_questions(
     )
     known = {number for number, question in enumerate(questions) if question.index in records}
     advance(len(known))
+    # The dialogue in all prompts is read once, for answers and for scores.
+    shared = count_shared(prompts)
+    caches: dict[Any, Any] = {}
     batches = answer_in_batches(
-        model, run.tokenizer, prompts, known=known, max_new_tokens=plan.max_new_tokens
+        model,
+        run.tokenizer,
+        prompts,
+        known=known,
+        max_new_tokens=plan.max_new_tokens,
+        caches=caches,
     )
     for batch, texts in batches:
         targets = []
         for number in batch:
             gold = encode_answer(run.tokenizer, questions[number].answer)
             targets.append((prompts[number], gold))
-        scores = score_targets(model, targets)
+        scores = score_targets(model, targets, shared=shared, caches=caches)
         for number, text, score in zip(batch, texts, scores, strict=True):
             question = questions[number]
             records[question.index] = {
