@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from locas_peft.asking import (
     answer_in_batches,
     begin_rows,
+    continuation,
     continue_rows,
     continue_texts,
     draw,
@@ -205,6 +206,20 @@ def test_batches_that_are_known_are_not_asked_again():
     )
     assert list(answer_in_batches(model, WordTokenizer(), prompts, known=range(5))) == []
     assert list(answer_in_batches(model, WordTokenizer(), [])) == []
+
+
+def test_long_prompts_are_answered_in_small_batches(monkeypatch):
+    model, prompts = make_host("llama"), make_prompts(40)
+    whole = answer_all(model, prompts, max_new_tokens=4)
+    monkeypatch.setattr(continuation, "BATCH_TOKENS", 100)
+    batches = [
+        batch for batch, _ in answer_in_batches(model, WordTokenizer(), prompts, max_new_tokens=4)
+    ]
+    # Of 51, 49, 47, 45 and 43 tokens.
+    assert batches == [[4], [3, 2], [1, 0]]
+    assert answer_all(model, prompts, max_new_tokens=4) == whole
+    monkeypatch.setattr(continuation, "BATCH_TOKENS", 10)
+    assert answer_all(model, prompts, max_new_tokens=4) == whole
 
 
 def test_prompts_without_room_are_one_line():

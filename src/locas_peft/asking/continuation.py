@@ -40,6 +40,8 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
+BATCH_TOKENS = 32_768
+"""The most tokens of a batch of prompts that are answered; a longer prompt is a batch of its own."""
 LEAST_SHARED = 64
 """A beginning that all prompts share is computed once where it has so many tokens."""
 
@@ -343,10 +345,11 @@ def answer_in_batches(
 
     See `first_statement`.
 
-    The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and
-    values of a beginning that all prompts share, such as a dialogue before its questions, are
-    computed once. `known` has the indices of prompts whose answers are not needed; a batch of only
-    such prompts is left out. For errors see `check_room`.
+    The batches, of similar length, depend on the prompts and `batch_size` alone: they have at most
+    so many prompts, and `BATCH_TOKENS` tokens. The keys and values of a beginning that all prompts
+    share, such as a dialogue before its questions, are computed once. `known` has the indices of
+    prompts whose answers are not needed; a batch of only such prompts is left out. For errors see
+    `check_room`.
 
     Args:
         caches: keeps these keys and values, for `score_targets` of the same prompts.
@@ -358,8 +361,12 @@ def answer_in_batches(
     if caches is None:
         caches = {}
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    for first in range(0, len(order), batch_size):
-        batch = order[first : first + batch_size]
+    first = 0
+    while first < len(order):
+        longest = len(prompts[order[first]])
+        size = min(batch_size, max(BATCH_TOKENS // longest, 1))
+        batch = order[first : first + size]
+        first += size
         if known.issuperset(batch):
             continue
         groups = [(shared, range(len(batch)))] if shared else []
