@@ -41,7 +41,7 @@ Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
 BATCH_TOKENS = 32_768
-"""The most tokens of a batch of prompts that are answered; a longer prompt is a batch of its own."""
+"""The most tokens of a batch of prompts that are answered; a longer prompt is a whole batch."""
 LEAST_SHARED = 64
 """A beginning that all prompts share is computed once where it has so many tokens."""
 
