@@ -11,7 +11,7 @@ from locas_peft.evaluation.conversations import Conversation, load_locomo
 from locas_peft.evaluation.f1 import CATEGORIES
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.locomo import LocomoPlan
-from locas_peft.files import load_json
+from locas_peft.files import load_json, write_json
 from locas_peft.tables import format_mean, format_percent
 
 from .bench import Bench
@@ -21,6 +21,8 @@ from .rows import DEFAULT_LORA, LOCAS, Row
 __all__ = ["fill", "tabulate"]
 
 SETTINGS = ("no-context", "full-context")
+SCORES = "locomo-f1.json"
+"""The F1 of each question. The predictions quote the data set, and stay out of the repository."""
 PAPER_NOTE = (
     "The paper, Qwen3-1.7B-Base, F1 of single-hop, multi-hop, open-domain, temporal, adversarial: "
     "full attention 37.3, 23.8, 14.0, 33.5, -33.0; with TempLoRA 37.7, 23.1, 13.3, 29.1, -31.8; "
@@ -74,6 +76,10 @@ def fill(bench: Bench) -> None:
     run = Run(bench.base, bench.tokenizer, methods, bench.folder, common=_describe(bench))
     plan = LocomoPlan(SETTINGS, wrong_memory=False)
     run_locomo(run, load_conversations(bench), plan)
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    for method in ("none", *methods):
+        scores[method] = {setting: _load_f1(bench, method, setting) for setting in SETTINGS}
+    write_json(bench.folder / SCORES, scores)
 
 
 def _describe(bench: Bench) -> dict[str, Any]:
@@ -90,16 +96,17 @@ def tabulate(bench: Bench) -> str:
     labels = {"none": "base"}
     for name, row in _list_rows(bench, make=False).items():
         labels[name] = row.name
+    scores = load_json(bench.folder / SCORES)
     lines = []
     for setting in SETTINGS:
-        base = _load_f1(bench, "none", setting)
+        base = scores["none"][setting]
         for method, groups in figures["answers"].items():
             if method not in labels or setting not in groups:
                 continue
             (means,) = groups[setting].values()
             cells = [f"{labels[method]}, {setting}"]
             cells += [format_percent(means.get(name)) for name in names]
-            own = _load_f1(bench, method, setting)
+            own = scores[method][setting]
             differences = [own[key] - base[key] for key in base if key in own]
             change = mean_interval(differences)
             cells.append("-" if method == "none" else format_mean(change, 2, 100.0))
@@ -114,12 +121,12 @@ def tabulate(bench: Bench) -> str:
     return f"{note}\n\n{table}\n\n{PAPER_NOTE}"
 
 
-def _load_f1(bench: Bench, method: str, setting: str) -> dict[tuple[str, int], float]:
+def _load_f1(bench: Bench, method: str, setting: str) -> dict[str, float]:
     """Return the F1 of each question that has an answer, by conversation and index."""
     folder = bench.folder / "locomo" / "predictions" / method
     scores = {}
     for file in sorted(folder.glob(f"*.{setting}.*.json")):
         for record in load_json(file):
             if CATEGORIES[record["category"]] != "adversarial":
-                scores[record["sample_id"], record["index"]] = record["f1"]
+                scores[f"{record['sample_id']} {record['index']}"] = record["f1"]
     return scores
