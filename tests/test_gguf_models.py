@@ -281,6 +281,12 @@ def smollm2():
 
 
 @needs_smollm2
+def test_a_packaged_model_is_known_by_its_name_in_every_environment(smollm2):
+    model, _ = smollm2
+    assert model.name_or_path == model.config.name_or_path == "smollm2"
+
+
+@needs_smollm2
 @pytest.mark.filterwarnings("ignore")
 def test_a_pretrained_model_answers(smollm2):
     model, tokenizer = smollm2

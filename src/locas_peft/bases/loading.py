@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from .. import backbone
 from ..checks import first_line, invalid
 from ..files import is_out_of_memory
-from .gguf import Loaded, check_complete, find_gguf, load_gguf
+from .gguf import PACKAGES, Loaded, check_complete, find_gguf, load_gguf
 from .placing import choose_device, choose_dtype, choose_quantization, place
 
 __all__ = ["load_base"]
@@ -60,6 +60,9 @@ def load_base(
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
     elif file is not None:
         model, tokenizer = load_gguf(file, torch_dtype, torch_device)
+        if name in PACKAGES:
+            # The file of a package lies elsewhere in each environment.
+            model.name_or_path = model.config.name_or_path = name
     else:
         placing = {
             "dtype": torch_dtype,
