@@ -161,6 +161,19 @@ def make_pair(folder, fields) -> tuple[PeftModel, dict[str, torch.Tensor]]:
     return model, says
 
 
+def test_a_pickle_with_embeddings_is_loaded(folders, tmp_path):
+    """The config names the embeddings of the file that was written last."""
+    folder = folders["llama", False]
+    model = get_peft_model(load_base(folder, resized=True), make_config())
+    train(model)
+    model.save_pretrained(tmp_path / "memory", save_embedding_layers=False)
+    model.save_pretrained(tmp_path / "memory", safe_serialization=False)
+    (tmp_path / "memory" / "adapter_model.safetensors").unlink()
+    loaded = PeftModel.from_pretrained(load_base(folder, resized=True, seed=8), tmp_path / "memory")
+    ids = tokens(*NEW)
+    assert torch.equal(logits(loaded.eval(), ids), logits(model.eval(), ids))
+
+
 @pytest.mark.parametrize("fields", PAIRS, ids=str)
 def test_two_memories_with_other_fields_are_saved_loaded_and_deleted(fields, folders, tmp_path):
     folder = folders["llama", False]

@@ -563,6 +563,18 @@ def test_an_adapter_that_is_enabled_halfway_is_calibrated_and_learns():
     assert trained_weights(trainer.model)
 
 
+def test_a_frozen_adapter_is_refused_where_it_would_be_trained():
+    model = make_model()
+    model.requires_grad_(False)
+    ids = make_ids(40)
+    with pytest.raises(ValueError, match="^model must have an adapter that is trained, got a f"):
+        TestTimeTrainer(model, **SETTINGS).read(ids)
+    scored = TestTimeTrainer(model, **SETTINGS | {"learning_rate": None})
+    assert not any(chunk.learned for chunk in scored.read(ids))
+    with model.disable_adapter():
+        assert not next(TestTimeTrainer(model, **SETTINGS).read(ids)).learned
+
+
 # The mean of readings
 
 

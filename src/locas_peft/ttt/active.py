@@ -61,6 +61,14 @@ class ActiveParts:
         layers = self._adapters.layers
         return any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in layers)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether an adapter is in use, and nothing of it is trained."""
+        if self.parameters:
+            return False
+        layers = [layer for layer in self._adapters.layers if isinstance(layer, BaseTunerLayer)]
+        return any(layer.active_adapters and not layer.disable_adapters for layer in layers)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the model in evaluation mode within the context.

@@ -319,6 +319,10 @@ class TestTimeTrainer:
             step.check(self)
 
     def _check_adapter(self) -> None:
+        if self.learner.trains and self._active.frozen:
+            rule = "model must have an adapter that is trained, got a frozen one"
+            remedy = "load it with is_trainable=True, or give learning_rate=None to score alone"
+            raise ValueError(f"{rule}: {remedy}")
         if not self._learns:
             return
         unwritten = unwritten_memories(self.model)

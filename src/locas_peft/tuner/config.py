@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from peft.config import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
@@ -242,15 +244,31 @@ class LocasConfig(PeftConfig):
 
 
 def _list_keys(folder: str) -> list[str]:
-    """Return the names of the tensors in a folder's safetensors file; none without a sound one."""
-    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
-    if not os.path.isfile(path):
+    """Return the names of the tensors in a folder's newest file; none without a sound one."""
+    paths = []
+    for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            paths.append(path)
+    if not paths:
         return []
+    # PEFT writes the tensors before the config, and leaves a file of the other format.
+    path = max(paths, key=os.path.getmtime)
+    if path.endswith(WEIGHTS_NAME):
+        return _list_pickled_keys(path)
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError:
         # A damaged older file, which is about to be replaced: transformers saves the config first.
+        return []
+
+
+def _list_pickled_keys(path: str) -> list[str]:
+    """Return the names of the tensors in a pickle; none where it holds other things."""
+    try:
+        return list(torch.load(path, map_location="meta", weights_only=True))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError):
         return []
 
 
