@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import html
@@ -17,11 +18,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, stages, text
+from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
 from locas_peft.files import format_json
 from locas_peft.memories import (
@@ -1076,6 +1077,23 @@ def test_a_reading_keeps_the_exchanges_of_a_memory_that_has_studied(
         assert load_exchanges(tmp_path / out / EXCHANGES) == GIVEN[:2]
     kinds = [record.kind for record in load_records(tmp_path / "new")]
     assert kinds == ["study", "read", "read"]
+
+
+def test_embeddings_of_a_memory_that_goes_on_are_gone_with_it(base, tmp_path):
+    host = copy.deepcopy(base)
+    with torch.no_grad():
+        host.get_input_embeddings().weight.mul_(3)
+    model = get_peft_model(host, LocasConfig(r=4))
+    calibrate(model, [torch.arange(3, 30)[None]])
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    with running.attached(base, small(r=4), start=tmp_path) as attached:
+        assert not torch.equal(
+            base.get_input_embeddings().weight, before["model.embed_tokens.weight"]
+        )
+        attached.merge_adapter()
+    after = base.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):

@@ -31,7 +31,7 @@ from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
-from ..tuner.modules import remember_modules
+from ..tuner.modules import list_tuner_layers, remember_modules, unmerge_layers
 from .complete import complete, for_base, training_settings
 from .methods import METHODS
 from .peak import PeakMemory
@@ -533,19 +533,28 @@ def attached(
     restore_modules = remember_modules(base)
     torch.manual_seed(settings.seed)
     try:
-        if start is not None:
-            yield load_memory(base, start, trainable=True)
-            return
-        config = METHODS[settings.method].make_config(settings, base)
-        if config is None:
-            yield base.requires_grad_(False)
-            return
-        if isinstance(settings, StudySettings) and separates(settings):
-            config.max_slot_norm = None
-        yield get_peft_model(base, config)
+        model = _attach(base, settings, start)
+        layers = list_tuner_layers(model)
+        try:
+            yield model
+        finally:
+            unmerge_layers(layers)
     finally:
         restore_modules()
         base.zero_grad(set_to_none=True)
+
+
+def _attach(
+    base: PreTrainedModel, settings: AdapterSettings, start: str | Path | None
+) -> nn.Module:
+    if start is not None:
+        return load_memory(base, start, trainable=True)
+    config = METHODS[settings.method].make_config(settings, base)
+    if config is None:
+        return base.requires_grad_(False)
+    if isinstance(settings, StudySettings) and separates(settings):
+        config.max_slot_norm = None
+    return get_peft_model(base, config)
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadSettings) -> float:
