@@ -878,6 +878,15 @@ def test_a_study_that_keeps_no_exchange_is_one_line_and_leaves_no_memory(run, tm
     assert names(tmp_path) == ["text.txt"]
 
 
+def test_merge_refuses_a_folder_that_holds_a_memory(run, memory, tmp_path):
+    shutil.copytree(memory, tmp_path / "m")
+    before = names(tmp_path / "m")
+    line = "--out must be a folder without a memory, got 'm' with a memory in it: choose another folder"
+    assert refused(run, "merge", memory, "--out", "m", "--overwrite") == line
+    assert refused(run, "merge", "m", "--out", "m", "--overwrite") == line
+    assert names(tmp_path / "m") == before
+
+
 def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     code, stdout, stderr = run("merge", memory, "--out", "merged", "--pad-to-multiple-of", 128)
     assert (code, stderr) == (0, "")
