@@ -1096,6 +1096,26 @@ def test_embeddings_of_a_memory_that_goes_on_are_gone_with_it(base, tmp_path):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_a_memory_that_goes_on_in_place_keeps_its_text(base, input_ids, tmp_path):
+    texts = {"text.txt": "The lamp.", "sample.txt": "lamp"}
+    ids, settings = input_ids[:130], small(r=4)
+    read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")
+    read(base, ids, settings, out=tmp_path, start=tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="The lamp. The bread.")
+    texts["text.txt"] = "The lamp. The bread."
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="", sample="")
+    assert not any((tmp_path / name).exists() for name in texts)
+
+
+def test_a_new_memory_in_the_place_of_another_removes_its_text(base, input_ids, tmp_path):
+    ids, settings = input_ids[:130], small(r=4)
+    read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")
+    read(base, ids, settings, out=tmp_path, overwrite=True)
+    assert not (tmp_path / "text.txt").exists() and not (tmp_path / "sample.txt").exists()
+
+
 def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):
     interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
     before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()

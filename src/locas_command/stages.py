@@ -242,6 +242,9 @@ def _take_steps(
     folder = None
     sample = None
     kept_text = None
+    if not place.keep_text:
+        # A former one is removed.
+        sample = kept_text = ""
     if job.saves and place.out is not None:
         folder = place.out / CHECKPOINT_FOLDER
     if job.saves and place.keep_text:

@@ -77,7 +77,9 @@ class Place:
             other stages.
         title: of the text, for the record and the model card.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
-        kept_text: saved beside the memory: its sentences are the sources of answers.
+        kept_text: saved beside the memory: its sentences are the sources of answers. Where the
+            memory in `out` goes on, its former sample and text stay if none is given; an empty
+            one removes them.
     """
 
     out: str | Path | None = None
@@ -509,7 +511,15 @@ def _save(
         record = ReadRecord(**common)
     if place.out is not None:
         records = [*run.former, record]
-        save_stages(model, place.out, records, exchanges, place.sample, place.kept_text)
+        save_stages(
+            model,
+            place.out,
+            records,
+            exchanges,
+            place.sample,
+            place.kept_text,
+            keeps_former=setup.goes_on_in_place,
+        )
         run.drop_checkpoint()
     return record
 
