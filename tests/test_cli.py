@@ -1259,6 +1259,14 @@ def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
     )
     message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
     assert refused(run, *go_on, "--method", "lora") == message
+    assert run(*go_on, "--method", "locas-glu")[0] == 0
+    made = ("--method", "lora", "--r", 4, *FAST, *NO_ANCHOR)
+    assert run("read", "lamp.txt", "--library", "notes", "--name", "low", *made)[0] == 0
+    go_on = ("read", "bread.txt", "--from", "notes/low", *FAST, *NO_ANCHOR)
+    message = "method must be 'lora' as in the memory 'notes/low' to go on with, got 'locas-glu': leave it out"
+    assert refused(run, *go_on, "--method", "locas-glu") == message
+    assert run(*go_on)[0] == 0
+    assert [record["method"] for record in read_stages(tmp_path / "notes/low")] == ["lora", "lora"]
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):
