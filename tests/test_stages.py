@@ -1116,6 +1116,17 @@ def test_a_new_memory_in_the_place_of_another_removes_its_text(base, input_ids, 
     assert not (tmp_path / "text.txt").exists() and not (tmp_path / "sample.txt").exists()
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_reading_without_a_scored_token_cannot_be_finished(base, input_ids, tmp_path, steps):
+    settings = small(r=4, stride=1)
+    with open_reading(base, input_ids[:130], settings, Place(out=tmp_path / "m")) as run:
+        for _ in zip(range(steps), run, strict=False):
+            pass
+        with pytest.raises(ValueError, match=r"^nothing was read yet: take a step, .*$"):
+            run.finish()
+    assert not (tmp_path / "m").exists()
+
+
 def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):
     interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
     before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
