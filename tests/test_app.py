@@ -289,6 +289,21 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     assert folder.list() == ["one"]
 
 
+def test_embeddings_of_an_uploaded_memory_do_not_reach_other_visitors(loaded, tmp_path, model):
+    base = copy.deepcopy(loaded[0])
+    with torch.no_grad():
+        base.get_input_embeddings().weight.mul_(3)
+    other = get_peft_model(base, LocasConfig(r=2))
+    calibrate(other, [torch.arange(3, 30)[None]])
+    other.save_pretrained(str(tmp_path / "other"), save_embedding_layers=True)
+    pack(tmp_path / "other", tmp_path / "other.zip")
+    before = {name: tensor.clone() for name, tensor in loaded[0].state_dict().items()}
+    shelf = Library(tmp_path / "shelf")
+    assert shelf.unpack(tmp_path / "other.zip", "two", model.check) == "two"
+    after = loaded[0].state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
 # --------------------------------------------------------------------------------------------------------- sessions
 
 

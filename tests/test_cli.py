@@ -878,6 +878,15 @@ def test_a_study_that_keeps_no_exchange_is_one_line_and_leaves_no_memory(run, tm
     assert names(tmp_path) == ["text.txt"]
 
 
+def test_merge_refuses_a_folder_that_holds_a_memory(run, memory, tmp_path):
+    shutil.copytree(memory, tmp_path / "m")
+    before = names(tmp_path / "m")
+    line = "--out must be a folder without a memory, got 'm' with a memory in it: choose another folder"
+    assert refused(run, "merge", memory, "--out", "m", "--overwrite") == line
+    assert refused(run, "merge", "m", "--out", "m", "--overwrite") == line
+    assert names(tmp_path / "m") == before
+
+
 def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     code, stdout, stderr = run("merge", memory, "--out", "merged", "--pad-to-multiple-of", 128)
     assert (code, stderr) == (0, "")
@@ -1250,6 +1259,14 @@ def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
     )
     message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
     assert refused(run, *go_on, "--method", "lora") == message
+    assert run(*go_on, "--method", "locas-glu")[0] == 0
+    made = ("--method", "lora", "--r", 4, *FAST, *NO_ANCHOR)
+    assert run("read", "lamp.txt", "--library", "notes", "--name", "low", *made)[0] == 0
+    go_on = ("read", "bread.txt", "--from", "notes/low", *FAST, *NO_ANCHOR)
+    message = "method must be 'lora' as in the memory 'notes/low' to go on with, got 'locas-glu': leave it out"
+    assert refused(run, *go_on, "--method", "locas-glu") == message
+    assert run(*go_on)[0] == 0
+    assert [record["method"] for record in read_stages(tmp_path / "notes/low")] == ["lora", "lora"]
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):

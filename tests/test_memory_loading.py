@@ -21,7 +21,7 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.asking import continue_texts
 from locas_peft.bases.loading import load_base
 from locas_peft.library import Library
-from locas_peft.memories import loading
+from locas_peft.memories import loading, share_weights
 from locas_peft.memories.folder import pack, unpack
 
 
@@ -36,13 +36,15 @@ def memory(tmp_path_factory):
     return folder
 
 
-def tiny_llama():
+def tiny_llama(tied=False):
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
+        tie_word_embeddings=tied,
     )
     return AutoModelForCausalLM.from_config(config)
 
@@ -199,6 +201,59 @@ def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, 
     )  # as `save_pretrained(safe_serialization=False)` does
     assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
     assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
+
+
+def save_with_embeddings(folder, tied=False):
+    """Save a memory with other embeddings than those of `tiny_llama`."""
+    host = tiny_llama(tied)
+    with torch.no_grad():
+        for weight in {host.model.embed_tokens.weight, host.lm_head.weight}:
+            weight.mul_(3)
+    model = get_peft_model(host, LocasConfig(r=4, task_type="CAUSAL_LM"))
+    calibrate(model, [torch.arange(32).unsqueeze(0)])
+    torch.nn.init.ones_(host.model.layers[0].mlp.locas_down["default"].weight)
+    model.save_pretrained(folder, save_embedding_layers=True)
+    return model.eval()
+
+
+def run_on(model):
+    with torch.no_grad():
+        return model(torch.arange(32).unsqueeze(0)).logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_of_a_memory_are_gone_with_it(tied, tmp_path):
+    expected = run_on(save_with_embeddings(tmp_path, tied))
+    base = tiny_llama(tied).eval()
+    before = run_on(base)
+    weights = dict(base.named_parameters())
+    with loading.memory_attached(base, tmp_path) as model:
+        assert torch.equal(run_on(model), expected)
+        embeddings = base.get_input_embeddings().weight
+        assert (base.get_output_embeddings().weight is embeddings) == tied
+    assert torch.equal(run_on(base), before)
+    for name, weight in base.named_parameters():
+        assert weight is weights[name]
+
+
+def test_embeddings_of_a_memory_leave_a_model_of_the_same_weights_alone(tmp_path):
+    expected = run_on(save_with_embeddings(tmp_path))
+    base = tiny_llama().eval()
+    before = run_on(base)
+    model = loading.load_memory(share_weights(base), tmp_path)
+    assert torch.equal(run_on(model), expected)
+    assert torch.equal(run_on(base), before)
+
+
+def test_a_memory_that_was_merged_while_it_was_attached_is_taken_out(tmp_path):
+    save_with_embeddings(tmp_path)
+    base = tiny_llama().eval()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    with loading.memory_attached(base, tmp_path) as model:
+        model.merge_adapter()
+    after = base.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import html
@@ -17,11 +18,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, stages, text
+from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
 from locas_peft.files import format_json
 from locas_peft.memories import (
@@ -1076,6 +1077,54 @@ def test_a_reading_keeps_the_exchanges_of_a_memory_that_has_studied(
         assert load_exchanges(tmp_path / out / EXCHANGES) == GIVEN[:2]
     kinds = [record.kind for record in load_records(tmp_path / "new")]
     assert kinds == ["study", "read", "read"]
+
+
+def test_embeddings_of_a_memory_that_goes_on_are_gone_with_it(base, tmp_path):
+    host = copy.deepcopy(base)
+    with torch.no_grad():
+        host.get_input_embeddings().weight.mul_(3)
+    model = get_peft_model(host, LocasConfig(r=4))
+    calibrate(model, [torch.arange(3, 30)[None]])
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    with running.attached(base, small(r=4), start=tmp_path) as attached:
+        assert not torch.equal(
+            base.get_input_embeddings().weight, before["model.embed_tokens.weight"]
+        )
+        attached.merge_adapter()
+    after = base.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_memory_that_goes_on_in_place_keeps_its_text(base, input_ids, tmp_path):
+    texts = {"text.txt": "The lamp.", "sample.txt": "lamp"}
+    ids, settings = input_ids[:130], small(r=4)
+    read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")
+    read(base, ids, settings, out=tmp_path, start=tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="The lamp. The bread.")
+    texts["text.txt"] = "The lamp. The bread."
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="", sample="")
+    assert not any((tmp_path / name).exists() for name in texts)
+
+
+def test_a_new_memory_in_the_place_of_another_removes_its_text(base, input_ids, tmp_path):
+    ids, settings = input_ids[:130], small(r=4)
+    read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")
+    read(base, ids, settings, out=tmp_path, overwrite=True)
+    assert not (tmp_path / "text.txt").exists() and not (tmp_path / "sample.txt").exists()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_reading_without_a_scored_token_cannot_be_finished(base, input_ids, tmp_path, steps):
+    settings = small(r=4, stride=1)
+    with open_reading(base, input_ids[:130], settings, Place(out=tmp_path / "m")) as run:
+        for _ in zip(range(steps), run, strict=False):
+            pass
+        with pytest.raises(ValueError, match=r"^nothing was read yet: take a step, .*$"):
+            run.finish()
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path):

@@ -37,12 +37,13 @@ def merge(
         out: the checkpoint's folder, new or empty.
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
     """
-    from locas_peft.memories.conversion import merge_memory
+    from locas_peft.memories.conversion import check_checkpoint_folder, merge_memory
 
     from .running import load_base_of
 
     stdout, _ = open_consoles()
     _check_empty(out, "choose another, or give --overwrite", overwrite)
+    check_checkpoint_folder(out)
     loaded = load_base_of(memory, base)
     with warnings_as_lines():
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, pad_to_multiple_of)

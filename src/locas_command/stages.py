@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 from cyclopts import Parameter
 
 from locas_settings import ReadSettings, StageSettings
-from locas_settings.adapter import SHAPE
+from locas_settings.adapter import SHAPE, GivenName
 
 from . import options
 from .console import open_consoles, write_result
@@ -207,7 +207,9 @@ def _keep_shape(job: _Job) -> _Job:
     default = type(job.settings)()
     fields: dict[str, Any] = {}
     for name in SHAPE:
-        if getattr(job.settings, name) == getattr(default, name):
+        value = getattr(job.settings, name)
+        # The default method may be given too.
+        if value == getattr(default, name) and not isinstance(value, GivenName):
             fields[name] = getattr(former, name)
     method = fields.get("method", job.settings.method)
     if method != former.method:
@@ -242,6 +244,9 @@ def _take_steps(
     folder = None
     sample = None
     kept_text = None
+    if not place.keep_text:
+        # A former one is removed.
+        sample = kept_text = ""
     if job.saves and place.out is not None:
         folder = place.out / CHECKPOINT_FOLDER
     if job.saves and place.keep_text:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from .checks import check_choice, check_number, check_whole, invalid
 
-__all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings"]
+__all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings", "GivenName"]
 
 METHODS = ("none", "lora", "locas-glu", "locas-mlp")
 LARGEST = 2**48
@@ -17,7 +17,18 @@ LARGEST = 2**48
 SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "max_slot_norm")
 """The settings that a memory keeps when another stage goes on with it."""
 
+
+class GivenName(str):
+    """A name that the command line was given, which may also be the default one."""
+
+    __slots__ = ()
+
+
 Check = Callable[[str, Any], None]
+
+
+def _parse_method(type_: Any, tokens: Sequence) -> str:
+    return GivenName(tokens[0].value)
 
 
 def _parse_layers(type_: Any, tokens: Sequence) -> list[int] | str:
@@ -52,7 +63,11 @@ class AdapterSettings:
     """
 
     method: Annotated[
-        str, Parameter(help="none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).")
+        str,
+        Parameter(
+            converter=_parse_method,
+            help="none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).",
+        ),
     ] = "locas-glu"
     r: Annotated[int | None, Parameter(alias="--width", help="memory width, or LoRA rank.")] = None
     init: Annotated[

@@ -183,7 +183,8 @@ class Library:
             start: the folder of a memory that goes on; one of this library may keep its name.
             exchanges: what a study learns, in place of exchanges that the model would write.
             on_step: called after each step.
-            place: fields of `stages.Place`, in place of those that the library chooses.
+            place: fields of `stages.Place`, in place of those that the library chooses. With None
+                as the sample or the kept text, none is stored, nor is a former one kept.
         """
         folder = self.choose_folder(name)
         settings = complete(settings, base)
@@ -196,6 +197,8 @@ class Library:
             "checkpoint_dir": folder / CHECKPOINT_FOLDER,
             **place,
         }
+        for refusable in ("sample", "kept_text"):
+            fields[refusable] = fields[refusable] or ""
         where = Place(out=folder, **fields)
         if isinstance(settings, ReadSettings):
             return read(

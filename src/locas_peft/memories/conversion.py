@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import invalid
-from ..files import staged
+from ..files import finish_replacement, staged
 from ..slots import to_lora, widen_base
-from .folder import escape, make_card, save_memory
+from .folder import MEMORY_CONFIG, escape, make_card, save_memory
 from .loading import describe_memory, load_memory, memory_attached
 
 __all__ = ["export_memories", "merge_memory", "save_adapter", "share_weights"]
@@ -35,14 +35,26 @@ def share_weights(base: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(base, shared)
 
 
+def check_checkpoint_folder(out: Path) -> None:
+    """Raise a `ValueError` for a folder that holds a memory.
+
+    Transformers would load that memory with a checkpoint in the folder.
+    """
+    finish_replacement(out)
+    if (out / MEMORY_CONFIG).exists():
+        got = f"{str(out)!r} with a memory in it"
+        raise invalid("--out", "be a folder without a memory", got, "choose another folder")
+
+
 def merge_memory(
     base: PreTrainedModel, tokenizer, memory: Path, out: Path, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
     """Save a memory merged into its base, and return the merged model.
 
     Stock transformers loads the checkpoint. `pad_to_multiple_of` replaces the value in the memory's
-    config.
+    config. An `out` that holds a memory is a `ValueError`.
     """
+    check_checkpoint_folder(out)
     fields: dict[str, Any] = {}
     if pad_to_multiple_of is not None:
         fields["pad_to_multiple_of"] = pad_to_multiple_of

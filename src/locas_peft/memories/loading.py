@@ -1,9 +1,10 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
+import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
 from ..tuner import LocasConfig
 from ..tuner.memory_file import PREFIX, SCALES, split_tensors
-from ..tuner.modules import remember_modules
+from ..tuner.modules import list_tuner_layers, plain_name, remember_modules, unmerge_layers
 from .base_sample import may_be_same_weights, sample_weights
 from .folder import MEMORY_CONFIG, READING, RECORD
 from .guards import guard_memory, load_memory_file
@@ -72,7 +73,8 @@ def load_memory(
 ) -> PeftModel:
     """Load a memory, LOCAS or another PEFT adapter, onto its base.
 
-    It is frozen unless it is to be trained.
+    It is frozen unless it is to be trained. Embeddings that were saved with it take the place of
+    the base's, in this model alone; they stay there after `unload`.
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out
@@ -98,7 +100,11 @@ def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[Pe
     restore = remember_modules(base)
     try:
         model = load_memory(base, directory)
-        yield model.requires_grad_(False).eval()
+        layers = list_tuner_layers(model)
+        try:
+            yield model.requires_grad_(False).eval()
+        finally:
+            unmerge_layers(layers)
     finally:
         restore()
 
@@ -357,6 +363,8 @@ def _attach(
     # PEFT would fail with it (docs/upstream/peft-disk-offload.md).
     device_map = vars(base).pop("hf_device_map", None)
     try:
+        if isinstance(config, LocasConfig):
+            _copy_parameters(base, config.get_record("saved_embeddings") or ())
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             model = PeftModel.from_pretrained(
@@ -375,6 +383,22 @@ def _attach(
             base.hf_device_map = device_map
     _warn_of_other_weights(base, former_sample)
     return model
+
+
+def _copy_parameters(base: nn.Module, names: Collection[str]) -> None:
+    """Replace parameters of a base by copies; parameters that were tied stay tied.
+
+    PEFT loads saved embeddings into the parameters that it finds. Those of the base may be used
+    elsewhere, and have their values after the memory is gone.
+    """
+    copies = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if plain_name(name) in names and id(parameter) not in copies:
+            copies[id(parameter)] = copy.deepcopy(parameter)
+    for module in base.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in copies:
+                module._parameters[name] = copies[id(parameter)]
 
 
 def _warn_of_other_weights(base: nn.Module, former_sample: str | None) -> None:

@@ -31,7 +31,7 @@ from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
-from ..tuner.modules import remember_modules
+from ..tuner.modules import list_tuner_layers, remember_modules, unmerge_layers
 from .complete import complete, for_base, training_settings
 from .methods import METHODS
 from .peak import PeakMemory
@@ -77,7 +77,9 @@ class Place:
             other stages.
         title: of the text, for the record and the model card.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
-        kept_text: saved beside the memory: its sentences are the sources of answers.
+        kept_text: saved beside the memory: its sentences are the sources of answers. Where the
+            memory in `out` goes on, its former sample and text stay if none is given; an empty
+            one removes them.
     """
 
     out: str | Path | None = None
@@ -509,7 +511,15 @@ def _save(
         record = ReadRecord(**common)
     if place.out is not None:
         records = [*run.former, record]
-        save_stages(model, place.out, records, exchanges, place.sample, place.kept_text)
+        save_stages(
+            model,
+            place.out,
+            records,
+            exchanges,
+            place.sample,
+            place.kept_text,
+            keeps_former=setup.goes_on_in_place,
+        )
         run.drop_checkpoint()
     return record
 
@@ -533,19 +543,28 @@ def attached(
     restore_modules = remember_modules(base)
     torch.manual_seed(settings.seed)
     try:
-        if start is not None:
-            yield load_memory(base, start, trainable=True)
-            return
-        config = METHODS[settings.method].make_config(settings, base)
-        if config is None:
-            yield base.requires_grad_(False)
-            return
-        if isinstance(settings, StudySettings) and separates(settings):
-            config.max_slot_norm = None
-        yield get_peft_model(base, config)
+        model = _attach(base, settings, start)
+        layers = list_tuner_layers(model)
+        try:
+            yield model
+        finally:
+            unmerge_layers(layers)
     finally:
         restore_modules()
         base.zero_grad(set_to_none=True)
+
+
+def _attach(
+    base: PreTrainedModel, settings: AdapterSettings, start: str | Path | None
+) -> nn.Module:
+    if start is not None:
+        return load_memory(base, start, trainable=True)
+    config = METHODS[settings.method].make_config(settings, base)
+    if config is None:
+        return base.requires_grad_(False)
+    if isinstance(settings, StudySettings) and separates(settings):
+        config.max_slot_norm = None
+    return get_peft_model(base, config)
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadSettings) -> float:

@@ -53,6 +53,7 @@ def save_stages(
     exchanges: Sequence[Exchange] = (),
     sample: str | None = None,
     kept_text: str | None = None,
+    keeps_former: bool = False,
 ) -> None:
     """Write a memory into a folder, whole or not at all.
 
@@ -63,16 +64,19 @@ def save_stages(
         exchanges: what the memory has studied.
         sample: pieces of its text, by which a library finds it.
         kept_text: its text, whose sentences are shown as the sources of answers.
+        keeps_former: whether a sample or a text that is None stays as it is in the folder. An
+            empty one is removed in any case.
     """
+
+    texts = {SAMPLE: sample, TEXT: kept_text}
 
     def add_files(folder: Path) -> None:
         write_json(folder / RECORD, records_to_json(records))
         if exchanges:
             save_exchanges(folder / EXCHANGES, exchanges)
-        if sample is not None:
-            (folder / SAMPLE).write_text(sample, encoding="utf-8", newline="\n")
-        if kept_text is not None:
-            (folder / TEXT).write_text(kept_text, encoding="utf-8", newline="\n")
+        for name, content in texts.items():
+            if content:
+                (folder / name).write_text(content, encoding="utf-8", newline="\n")
 
     card = _make_card(model.peft_config[model.active_adapter], records)
     save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
@@ -80,10 +84,10 @@ def save_stages(
     stale = [READING, PASSAGES, SIGNATURE, TEXT_SIGNATURE]
     if not exchanges:
         stale.append(EXCHANGES)
-    if sample is None:
-        stale.append(SAMPLE)
-    if kept_text is None:
-        stale.append(TEXT)
+    for name, content in texts.items():
+        stays = content is None and keeps_former
+        if not content and not stays:
+            stale.append(name)
     for name in stale:
         (Path(directory) / name).unlink(missing_ok=True)
 

@@ -121,6 +121,9 @@ class Reading(Stage):
                 readings.append(chunks)
         nats = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
         tokens = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
+        # A first chunk of one token scores none.
+        if not tokens or not tokens[0]:
+            raise ValueError("nothing was read yet: take a step, or one more, before finish()")
         perplexities = [perplexity(*pair) for pair in zip(nats, tokens, strict=True)]
         marks = choose_marks(len(self._input_ids))
         return {
