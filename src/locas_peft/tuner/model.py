@@ -136,7 +136,8 @@ class LocasModel(BaseTuner):
         )
         if targets is None or is_all_linear:
             self._check_all_are_found()
-            peft_config.target_modules = _to_suffixes(self._ffns, self.model)
+            names = _to_suffixes(self._ffns, self.model)
+            peft_config.target_modules = _keep_transformed(names, self._ffns, peft_config)
         host = _describe_host(self.model, self._ffns)
         if peft_config._expected_host is not None:
             _check_host(peft_config._expected_host, host)
@@ -617,6 +618,28 @@ def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
         if name not in ffns and name.rpartition(".")[2] in suffixes:
             return set(ffns)
     return suffixes
+
+
+def _keep_transformed(names: set[str], ffns: dict[str, AnyFFN], config: LocasConfig) -> set[str]:
+    """Return the full names that `layers_to_transform` selects; suffixes stay.
+
+    PEFT asks for the layer of a module that a suffix matches, and takes each full name.
+    """
+    indices = config.layers_to_transform
+    if names.isdisjoint(ffns) or indices is None or indices == []:
+        return names
+    trial = copy.copy(config)
+    trial.exclude_modules = None
+    trial.modules_to_save = None
+    kept = set()
+    for name in names:
+        trial.target_modules = {name.rpartition(".")[2]}
+        if BaseTuner._check_target_module_exists(trial, name):
+            kept.add(name)
+    if not kept:
+        rule = "select a layer that has an FFN"
+        raise invalid("layers_to_transform", rule, indices, "use indices of its layers")
+    return kept
 
 
 def _is_widened(group: WidthGroup) -> bool:
