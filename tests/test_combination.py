@@ -61,6 +61,18 @@ def test_weights_scale_each_part(weights):
     torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_slots_of_all_parts_are_recorded_where_all_are_known():
+    model = make_two()
+    one, two = (model.peft_config[name].get_record("slots") for name in ("one", "two"))
+    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    joined = {name: one[name] + two[name] for name in one}
+    assert model.peft_config["both"].get_record("slots") == joined
+    model.add_adapter("three", LocasConfig(r=2, init_weights="gaussian"))
+    calibrate(model, [make_tokens()], "three")
+    model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "some")
+    assert model.peft_config["some"].get_record("slots") is None
+
+
 def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
     model = make_two()
     model.add_weighted_adapter(["one", "two"], [3.0, 0.1], "both")

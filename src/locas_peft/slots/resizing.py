@@ -107,8 +107,7 @@ def grow(
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)
         if slots is not None:
-            known_slots = config.get_record("slots")
-            config.set_record("slots", {**known_slots, layer.name: slots})
+            layer.record_slots(name, slots)
     config.r = rank
     config.rank_pattern = {}
 
@@ -202,7 +201,7 @@ def _grow_layer(
     new = rank - down.shape[1]
     generator = make_generator(config.seed, f"{layer.name} grows to {rank}")
     rows = STRATEGIES[config.strategy].make(layer.ffn, statistics, rank, generator)
-    cloned = (config.get_record("slots") or {}).get(layer.name)
+    cloned = layer.recorded_slots(name)
     chosen, slots = _choose_new(rows, cloned, rank, new)
     made = [rows.up]
     if rows.gate is not None:

@@ -10,7 +10,7 @@ No factor is above 1, so that slots within the norm clip stay within it.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,9 +53,6 @@ def combined_config(
     all_clipped = len(radii) == len(configs_in_order)
     combined.max_slot_norm = max(radii) if all_clipped else None
     combined.set_record("slots", None)
-    if all(config.get_record("slots") for config in configs_in_order):
-        slots = {name: _join_slots(configs_in_order, name) for name in names}
-        combined.set_record("slots", slots)
     return combined
 
 
@@ -71,16 +68,20 @@ def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str])
         raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() first.")
 
 
-def _join_slots(configs: list[LocasConfig], name: str) -> list[int]:
-    slots = []
-    for config in configs:
-        slots += config.get_record("slots")[name]
+def _join_slots(layer: LocasLayer, names: Iterable[str]) -> list[int] | None:
+    """Return which host slots several memories were cloned from; None where one is unknown."""
+    slots: list[int] = []
+    for name in names:
+        own = layer.recorded_slots(name)
+        if own is None:
+            return None
+        slots += own
     return slots
 
 
 @torch.no_grad()
 def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float]) -> None:
-    """Fill a layer's new memory with the slots of others, and clip it.
+    """Fill a layer's new memory with the slots of others, record them, and clip it.
 
     Args:
         layer: the layer.
@@ -104,4 +105,5 @@ def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float])
     layer.locas_input_scale[adapter_name].copy_(k)
     layer.locas_tau[adapter_name].copy_(tau)
     layer.locas_calibrated[adapter_name].fill_(1.0)
+    layer.record_slots(adapter_name, _join_slots(layer, parts))
     layer.keep_weights(adapter_name)

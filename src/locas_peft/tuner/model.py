@@ -141,7 +141,8 @@ class LocasModel(BaseTuner):
         host = _describe_host(self.model, self._ffns)
         if peft_config._expected_host is not None:
             _check_host(peft_config._expected_host, host)
-        peft_config.set_record("host", host)
+        # A file also has a sample of the base's weights there.
+        peft_config.set_record("host", {**(peft_config._expected_host or {}), **host})
         return peft_config
 
     def _check_all_are_found(self) -> None:
