@@ -121,6 +121,21 @@ def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
     assert torch.equal(logits(model), before) and set(model.peft_config) == {"one", "two"}
 
 
+@pytest.mark.parametrize(
+    "second", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}], ids=str
+)
+def test_memories_that_change_more_than_ffns_are_not_combined(second):
+    model = make_two(second=second)
+    (field,) = second
+    message = (
+        f"adapters must change FFNs alone, got 'two' with {field}: "
+        f"train memories without {field} to combine them."
+    )
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    assert set(model.peft_config) == {"one", "two"}
+
+
 def test_memories_that_cannot_be_combined_are_named():
     model = make_two(second={"layers_to_transform": [1]})
     with pytest.raises(

@@ -38,6 +38,7 @@ def combined_config(
         raise invalid("weights", rule, list(weights))
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
     for name in configs:
+        _check_changes_ffns_alone(name, configs[name])
         _check_combinable(name, layers, names)
     configs_in_order = list(configs.values())
     combined = copy.deepcopy(configs_in_order[0])
@@ -54,6 +55,14 @@ def combined_config(
     combined.max_slot_norm = max(radii) if all_clipped else None
     combined.set_record("slots", None)
     return combined
+
+
+def _check_changes_ffns_alone(name: str, config: LocasConfig) -> None:
+    # What is trained beside the memory would be missing from the combined one.
+    for field in ("modules_to_save", "trainable_token_indices"):
+        if getattr(config, field):
+            remedy = f"train memories without {field} to combine them"
+            raise invalid("adapters", "change FFNs alone", f"{name!r} with {field}", remedy)
 
 
 def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str]) -> None:

@@ -447,7 +447,7 @@ class LocasModel(BaseTuner):
 
         Args:
             adapters: the names of different memories beside the same FFNs, none of them empty or
-                merged.
+                merged. They have no `modules_to_save` and no trained tokens.
             weights: one finite number for each of them.
             adapter_name: the name of the new memory.
             combination_type: "cat"; other types of PEFT's methods have no meaning here.
