@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import make_host, make_tokens
+from families import make_host, make_tokens, teach, weights_in
 from peft import PeftModel, get_peft_model
 from test_families import SCALING, learn, logits
 
 from locas_peft import LocasConfig, LocasLayer, calibrate, rescale
+from locas_peft.tuner import list_layers
 
 FAMILIES = ["llama", "phi3", "gpt2", "opt", "qwen2_moe"]
 
@@ -119,6 +120,23 @@ def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
     with pytest.raises(ValueError, match=message):
         model.add_weighted_adapter(*arguments)
     assert torch.equal(logits(model), before) and set(model.peft_config) == {"one", "two"}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_combined_memory_of_a_bfloat16_base_has_the_dtype_of_its_parts(autocast):
+    model = get_peft_model(
+        make_host("llama", torch.bfloat16), LocasConfig(r=4), autocast_adapter_dtype=autocast
+    )
+    calibrate(model, [make_tokens()])
+    teach(model)
+    model.add_weighted_adapter(["default"], [1.0], "same")
+    for layer in list_layers(model):
+        own, combined = (weights_in(layer, name) for name in ("default", "same"))
+        assert combined[0].dtype == (torch.float32 if autocast else torch.bfloat16)
+        assert all(map(torch.equal, own, combined))
+        # A move to another device keeps the dtype.
+        layer._move_adapter_to_device_of_base_layer("same")
+        assert weights_in(layer, "same")[0].dtype == combined[0].dtype
 
 
 @pytest.mark.parametrize(

@@ -463,11 +463,20 @@ class LocasModel(BaseTuner):
         except Exception:
             del self.peft_config[adapter_name]
             raise
+        self._cast_adapter_dtype(adapter_name, self._is_any_float32(adapters))
         weight_of = dict(zip(adapters, weights, strict=True))
         for layer in list_layers(self.model, adapter_name):
             fill_combined(layer, adapter_name, weight_of)
             for projection in layer.projections(adapter_name):
                 projection.weight.requires_grad_(False)
+
+    def _is_any_float32(self, adapters: list[str]) -> bool:
+        """Return whether one of several memories is in float32."""
+        for name in adapters:
+            for layer in list_layers(self.model, name):
+                if layer.locas_up[name].weight.dtype == torch.float32:
+                    return True
+        return False
 
     def _check_combination(
         self, adapters: list[str], adapter_name: str, combination_type: str
