@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .attached import find_memories
+from .attached import find_memories, list_layers
 from .initialization import Statistics
 from .layer import LocasLayer
 from .modules import adapters_disabled, evaluating, unwrap
@@ -37,8 +37,9 @@ def calibrate(
             together, which train one memory; else each process has a memory of its own.
 
     Raises:
-        ValueError: for a memory that is missing, has learned already, is merged or sharded, and for
-            a text without tokens or with values that are not finite. The memory is unchanged.
+        ValueError: for a memory that is missing, has learned already or is sharded, where a memory
+            of the model is merged, and for a text without tokens or with values that are not
+            finite. The memory is unchanged.
     """
     memories = find_memories(model, adapter_name)
     if not memories:
@@ -69,8 +70,6 @@ def _check_calibratable(layer: LocasLayer, name: str) -> None:
         problem = "has learned already: calibrating would lose it. Add a new adapter"
     elif name in layer.merged_adapters:
         problem = "is merged: call unmerge_adapter() before it is calibrated"
-    elif layer.merged:
-        problem = "is beside a merged one: call unmerge_adapter() before it is calibrated"
     if problem is not None:
         raise ValueError(f"the memory '{name}' {problem}.")
 
@@ -90,7 +89,14 @@ def observe_host(
         name: the memory.
         layers: its layers.
         r: the width R that the statistics must suffice for; `None` for the memory's own.
+
+    Raises:
+        ValueError: for a memory that is merged anywhere in the model, which would be unmerged, and
+            for a text without tokens or with values that are not finite.
     """
+    if any(layer.merged for layer in list_layers(model)):
+        problem = "is beside a merged one"
+        raise ValueError(f"the memory '{name}' {problem}: call unmerge_adapter() first.")
     base = unwrap(model.get_base_model() if hasattr(model, "get_base_model") else model)
     # Without the head.
     backbone = base.base_model if isinstance(base, PreTrainedModel) else base
