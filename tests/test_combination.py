@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import make_host, make_tokens
+from families import make_host, make_tokens, teach, weights_in
 from peft import PeftModel, get_peft_model
 from test_families import SCALING, learn, logits
 
 from locas_peft import LocasConfig, LocasLayer, calibrate, rescale
+from locas_peft.tuner import list_layers
 
 FAMILIES = ["llama", "phi3", "gpt2", "opt", "qwen2_moe"]
 
@@ -61,6 +62,18 @@ def test_weights_scale_each_part(weights):
     torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_slots_of_all_parts_are_recorded_where_all_are_known():
+    model = make_two()
+    one, two = (model.peft_config[name].get_record("slots") for name in ("one", "two"))
+    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    joined = {name: one[name] + two[name] for name in one}
+    assert model.peft_config["both"].get_record("slots") == joined
+    model.add_adapter("three", LocasConfig(r=2, init_weights="gaussian"))
+    calibrate(model, [make_tokens()], "three")
+    model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "some")
+    assert model.peft_config["some"].get_record("slots") is None
+
+
 def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
     model = make_two()
     model.add_weighted_adapter(["one", "two"], [3.0, 0.1], "both")
@@ -107,6 +120,38 @@ def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
     with pytest.raises(ValueError, match=message):
         model.add_weighted_adapter(*arguments)
     assert torch.equal(logits(model), before) and set(model.peft_config) == {"one", "two"}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_combined_memory_of_a_bfloat16_base_has_the_dtype_of_its_parts(autocast):
+    model = get_peft_model(
+        make_host("llama", torch.bfloat16), LocasConfig(r=4), autocast_adapter_dtype=autocast
+    )
+    calibrate(model, [make_tokens()])
+    teach(model)
+    model.add_weighted_adapter(["default"], [1.0], "same")
+    for layer in list_layers(model):
+        own, combined = (weights_in(layer, name) for name in ("default", "same"))
+        assert combined[0].dtype == (torch.float32 if autocast else torch.bfloat16)
+        assert all(map(torch.equal, own, combined))
+        # A move to another device keeps the dtype.
+        layer._move_adapter_to_device_of_base_layer("same")
+        assert weights_in(layer, "same")[0].dtype == combined[0].dtype
+
+
+@pytest.mark.parametrize(
+    "second", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}], ids=str
+)
+def test_memories_that_change_more_than_ffns_are_not_combined(second):
+    model = make_two(second=second)
+    (field,) = second
+    message = (
+        f"adapters must change FFNs alone, got 'two' with {field}: "
+        f"train memories without {field} to combine them."
+    )
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    assert set(model.peft_config) == {"one", "two"}
 
 
 def test_memories_that_cannot_be_combined_are_named():

@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import pytest
@@ -137,17 +138,34 @@ def test_target_that_is_no_ffn_is_refused_before_anything_is_replaced():
     assert [name for name, _ in host.named_modules()] == names
 
 
-def test_towers_of_other_modalities_get_no_memory():
-    class Tower(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vision_tower = nn.ModuleDict({"mlp": OddFFN()})
-            self.language_model = make_host("llama")
+class Tower(nn.Module):
+    """A language model beside a vision tower whose FFN has the same name."""
 
+    def __init__(self):
+        super().__init__()
+        self.vision_tower = nn.ModuleDict({"mlp": OddFFN()})
+        self.language_model = make_host("llama")
+
+
+def test_towers_of_other_modalities_get_no_memory():
     assert list(find_ffns(Tower())) == [
         "language_model.model.layers.0.mlp",
         "language_model.model.layers.1.mlp",
     ]
+
+
+@pytest.mark.parametrize("layers", [[1], 1])
+@pytest.mark.parametrize("pattern", [None, "layers"])
+def test_layers_are_chosen_beside_a_tower_of_another_modality(layers, pattern):
+    config = LocasConfig(r=4, layers_to_transform=layers, layers_pattern=pattern)
+    tower = inject_adapter_in_model(config, Tower())
+    assert [layer.name for layer in list_layers(tower)] == ["language_model.model.layers.1.mlp"]
+
+
+def test_layers_that_a_model_beside_a_tower_lacks_are_refused():
+    message = "layers_to_transform must select a layer that has an FFN, got [2]: use indices of its layers."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        inject_adapter_in_model(LocasConfig(r=4, layers_to_transform=[2]), Tower())
 
 
 def test_ffns_are_found_under_adapters():

@@ -6,10 +6,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from families import make_host, make_tokens, rewrite, weights_in
+import transformers as tf
+from families import HIDDEN, VOCABULARY, make_host, make_tokens, rewrite, teach, weights_in
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
-from locas_peft import LocasConfig, calibrate, uncalibrated_memories
+from locas_peft import LocasConfig, calibrate, compress, uncalibrated_memories
 from locas_peft.tuner import list_layers
 from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
@@ -112,6 +113,48 @@ def test_padding_is_excluded():
     )
     assert torch.equal(weights_of(plain), weights_of(padded))
     torch.testing.assert_close(scales_of(plain), scales_of(padded), rtol=1e-5, atol=0)
+
+
+def make_translator(family: str) -> PeftModel:
+    """A model with an encoder and a decoder, and a memory beside the FFNs of both."""
+    torch.manual_seed(0)
+    common = {"vocab_size": VOCABULARY, "d_model": HIDDEN, "decoder_start_token_id": 0}
+    if family == "t5":
+        config = tf.T5Config(**common, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+        host = tf.T5ForConditionalGeneration(config)
+    else:
+        layers = {"encoder_layers": 1, "decoder_layers": 1}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        widths = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+        config = tf.BartConfig(**common, **layers, **heads, **widths, pad_token_id=0)
+        host = tf.BartForConditionalGeneration(config)
+    return get_peft_model(host.eval(), LocasConfig(r=4, task_type="SEQ_2_SEQ_LM"))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_models_of_two_texts_are_calibrated_on_both_without_their_padding(family):
+    source, target = make_tokens(), make_tokens(length=24, seed=2)
+    starts = torch.zeros(4, 1, dtype=torch.long)
+    decoder_input = torch.cat([starts, target[:, :-1]], dim=1)
+    padding = torch.full((4, 8), 7)
+    batches = [
+        {"input_ids": source, "labels": target},
+        {
+            "input_ids": torch.cat([source, padding], dim=1),
+            "attention_mask": torch.arange(40).lt(32).long().expand(4, 40),
+            "decoder_input_ids": torch.cat([decoder_input, padding], dim=1),
+            "decoder_attention_mask": torch.arange(32).lt(24).long().expand(4, 32),
+        },
+    ]
+    plain, padded = make_translator(family), make_translator(family)
+    for model, batch in zip((plain, padded), batches, strict=True):
+        calibrate(model, [batch])
+    torch.testing.assert_close(weights_of(plain), weights_of(padded), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scales_of(plain), scales_of(padded), rtol=1e-4, atol=0)
+    for model, batch in zip((plain, padded), batches, strict=True):
+        teach(model)
+        compress(model, 2, batches=[batch])
+    torch.testing.assert_close(weights_of(plain), weights_of(padded), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "qwen2_moe"])

@@ -29,7 +29,7 @@ from peft import (
     get_peft_model,
     inject_adapter_in_model,
 )
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -39,6 +39,7 @@ from locas_peft import (
     LocasModel,
     TestTimeTrainer,
     calibrate,
+    grow,
     rescale,
     uncalibrated_memories,
 )
@@ -575,6 +576,74 @@ def test_one_config_object_may_serve_two_memories_of_a_model():
         == slots
         != model.peft_config["second"].get_record("slots")
     )
+
+
+def make_calibrated(**kwargs) -> PeftModel:
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, **kwargs))
+    calibrate(model, [make_tokens()])
+    return model
+
+
+def slots_of(model) -> dict[str, list[int]] | None:
+    return model.peft_config["default"].get_record("slots")
+
+
+@pytest.mark.parametrize("strategy", ["topk", "random"])
+@pytest.mark.parametrize("options", [{}, {"low_cpu_mem_usage": True}], ids=str)
+def test_a_loaded_memory_keeps_the_record_of_the_slots_it_was_cloned_from(
+    tmp_path, strategy, options
+):
+    model = make_calibrated(init_weights=strategy)
+    teach(model)
+    grow(model, 6, batches=[make_tokens(seed=5)])
+    expected = slots_of(model)
+    assert all(len(set(slots)) == 6 for slots in expected.values())
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, **options)
+    assert slots_of(loaded) == expected
+    grow(loaded, 9, batches=[make_tokens(seed=5)])
+    assert all(len(set(slots)) == 9 for slots in slots_of(loaded).values())
+
+
+def test_no_slots_are_recorded_for_rows_that_only_keep_a_place():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    assert slots_of(model) is None
+    calibrate(model, [make_tokens()])
+    assert slots_of(model)
+
+
+def test_no_slots_are_recorded_for_tensors_that_are_loaded_over_a_memory(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    model = make_model(seed=3)
+    assert slots_of(model)
+    model.load_adapter(tmp_path, "default")
+    assert slots_of(model) is None
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert slots_of(loaded)
+    set_peft_model_state_dict(loaded, load_peft_weights(tmp_path, device="cpu"))
+    assert slots_of(loaded) is None
+
+
+def test_a_file_s_slots_are_not_those_of_a_memory_that_is_made_anew(tmp_path):
+    make_calibrated().save_pretrained(tmp_path)
+    model = get_peft_model(make_host("llama"), LocasConfig.from_pretrained(tmp_path))
+    calibrate(model, [make_tokens(seed=9)])
+    model.load_adapter(tmp_path, "default")
+    assert slots_of(model) is None
+
+
+def test_a_memory_that_is_loaded_and_saved_keeps_the_sample_of_its_base_s_weights(
+    tmp_path, monkeypatch
+):
+    # PEFT would look for the base.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    save_memory(make_model(), tmp_path / "first", "base", "card")
+    expected = json.loads((tmp_path / "first" / "adapter_config.json").read_text())["record"]
+    assert expected["host"]["weights"]
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    record = json.loads((tmp_path / "second" / "adapter_config.json").read_text())["record"]
+    assert record == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])

@@ -197,6 +197,19 @@ def test_a_memory_beside_a_merged_one_is_not_calibrated():
     calibrate(model, [make_tokens()], "two")
 
 
+def test_a_memory_that_is_merged_in_other_layers_stays_merged():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, layers_to_transform=[0]))
+    calibrate(model, [make_tokens()])
+    teach(model)
+    model.add_adapter("two", LocasConfig(r=3, layers_to_transform=[1]))
+    model.base_model.set_adapter(["default", "two"])
+    model.merge_adapter(["default"])
+    with pytest.raises(ValueError, match="'two' is beside a merged one: call unmerge_adapter"):
+        calibrate(model, [make_tokens()], "two")
+    assert list_layers(model)[0].merged_adapters == ["default"]
+    assert list_layers(model)[1].needs_calibration("two")
+
+
 def test_adding_a_memory_fails_beside_a_merged_one():
     model = make_two("llama")
     model.merge_adapter()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checks import check_whole
 from ..tuner import evaluating
 from ..tuner.attached import find_memory
-from ..tuner.calibration import Batches, observe_host, to_inputs
+from ..tuner.calibration import Batches, find_token_mask, observe_host, to_inputs
 from ..tuner.initialization import STRATEGIES, Rows, Statistics, make_generator
 from ..tuner.layer import LocasLayer
 from ..tuner.scale import KAPPA
@@ -107,8 +107,7 @@ def grow(
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)
         if slots is not None:
-            known_slots = config.get_record("slots")
-            config.set_record("slots", {**known_slots, layer.name: slots})
+            layer.record_slots(name, slots)
     config.r = rank
     config.rank_pattern = {}
 
@@ -202,7 +201,7 @@ def _grow_layer(
     new = rank - down.shape[1]
     generator = make_generator(config.seed, f"{layer.name} grows to {rank}")
     rows = STRATEGIES[config.strategy].make(layer.ffn, statistics, rank, generator)
-    cloned = (config.get_record("slots") or {}).get(layer.name)
+    cloned = layer.recorded_slots(name)
     chosen, slots = _choose_new(rows, cloned, rank, new)
     made = [rows.up]
     if rows.gate is not None:
@@ -237,13 +236,14 @@ def _measure_slots(
     """Return M^T M of each layer's memory over a text, `[R, R]` float32 sums, without padding."""
     # By the layer's index.
     grams: dict[int, Tensor] = {}
-    mask: Tensor | None = None
+    inputs: dict[str, Tensor] = {}
 
     def make_counter(index: int) -> Callable[[str, Tensor], None]:
         def count(adapter_name: str, activations: Tensor) -> None:
             if adapter_name != name:
                 return
             activation = activations.float().flatten(0, -2)
+            mask = find_token_mask(model, layers[index], inputs)
             if mask is not None:
                 activation = activation[mask.flatten().bool()]
             gram = activation.T @ activation
@@ -257,7 +257,6 @@ def _measure_slots(
     with evaluating(model), _recording(layers, counters):
         for batch in batches:
             inputs = to_inputs(model, batch)
-            mask = inputs.get("attention_mask")
             model(**inputs)
     if len(grams) < len(layers):
         rule = f"batches must hold a text that the memory '{name}' is active on"

@@ -7,11 +7,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .attached import find_memories
-from .initialization import Statistics
+from .attached import find_memories, list_layers
+from .ffn import SumActivity
+from .initialization import Calibration, Observer, Statistics
 from .layer import LocasLayer
 from .modules import adapters_disabled, evaluating, unwrap
 
+DECODER_MASK = "decoder_attention_mask"
 Batches = Iterable[Tensor | Mapping[str, Tensor]]
 
 
@@ -31,14 +33,16 @@ def calibrate(
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns
             it; mutated.
         batches: `LongTensor [B, T]`, or mappings with `input_ids` and, if padded, `attention_mask`,
-            both `[B, T]`.
+            both `[B, T]`. Models with an encoder and a decoder also need `labels`, or
+            `decoder_input_ids` and, if padded, `decoder_attention_mask`.
         adapter_name: the memory; `None` for the active ones.
         across_processes: under torch.distributed, whether the text is that of all processes
             together, which train one memory; else each process has a memory of its own.
 
     Raises:
-        ValueError: for a memory that is missing, has learned already, is merged or sharded, and for
-            a text without tokens or with values that are not finite. The memory is unchanged.
+        ValueError: for a memory that is missing, has learned already or is sharded, where a memory
+            of the model is merged, and for a text without tokens or with values that are not
+            finite. The memory is unchanged.
     """
     memories = find_memories(model, adapter_name)
     if not memories:
@@ -69,8 +73,6 @@ def _check_calibratable(layer: LocasLayer, name: str) -> None:
         problem = "has learned already: calibrating would lose it. Add a new adapter"
     elif name in layer.merged_adapters:
         problem = "is merged: call unmerge_adapter() before it is calibrated"
-    elif layer.merged:
-        problem = "is beside a merged one: call unmerge_adapter() before it is calibrated"
     if problem is not None:
         raise ValueError(f"the memory '{name}' {problem}.")
 
@@ -90,32 +92,62 @@ def observe_host(
         name: the memory.
         layers: its layers.
         r: the width R that the statistics must suffice for; `None` for the memory's own.
+
+    Raises:
+        ValueError: for a memory that is merged anywhere in the model, which would be unmerged, and
+            for a text without tokens or with values that are not finite.
     """
+    if any(layer.merged for layer in list_layers(model)):
+        problem = "is beside a merged one"
+        raise ValueError(f"the memory '{name}' {problem}: call unmerge_adapter() first.")
     base = unwrap(model.get_base_model() if hasattr(model, "get_base_model") else model)
-    # Without the head.
-    backbone = base.base_model if isinstance(base, PreTrainedModel) else base
+    backbone = base
+    if isinstance(base, PreTrainedModel) and not _has_two_texts(base):
+        # Without the head. Models of two texts make the decoder's input from labels with it.
+        backbone = base.base_model
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
     active_modules = []
     for module in model.modules():
         if not isinstance(module, LocasLayer) or module in layers:
             active_modules.append(module)
+    inputs: dict[str, Tensor] = {}
+
+    def make_observer(layer: LocasLayer, calibration: Calibration) -> Observer:
+        # The host's hooks forget the layer's own mask in a forward without gradients.
+        def observe(
+            ffn_input: Tensor, sum_activity: SumActivity, output: Tensor, _: Tensor | None
+        ) -> None:
+            mask = find_token_mask(model, layer, inputs)
+            calibration.update(ffn_input, sum_activity, output, mask)
+
+        return observe
+
     try:
         calibrations = []
         for layer in layers:
             calibration = layer.start_calibration(name, r, across_processes)
-            layer.observer = calibration.update
+            layer.observer = make_observer(layer, calibration)
             calibrations.append(calibration)
         with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
             for batch in batches:
                 inputs = to_inputs(model, batch)
-                for layer in layers:
-                    layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
         return [calibration.finish() for calibration in calibrations]
     finally:
         for layer in layers:
             layer.observer = None
-            layer.token_mask = None
+
+
+def find_token_mask(
+    model: nn.Module, layer: LocasLayer, inputs: Mapping[str, Tensor]
+) -> Tensor | None:
+    """Return the padding mask of the text that a layer runs on, [B, T]; None without one."""
+    is_decoding = _has_two_texts(model) and "decoder" in layer.name.split(".")
+    return inputs.get(DECODER_MASK if is_decoding else "attention_mask")
+
+
+def _has_two_texts(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def to_inputs(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,14 +155,15 @@ def to_inputs(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> dict[st
 
     Args:
         model: the model.
-        batch: `LongTensor [B, T]`, or a mapping; other entries than `input_ids` and
-        `attention_mask`
-            are left out.
+        batch: `LongTensor [B, T]`, or a mapping. `input_ids` and `attention_mask` are kept, and
+            the decoder's entries and the labels where the model has an encoder and a decoder.
     """
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         # Offloaded: accelerate moves the inputs.
         device = inputs["input_ids"].device
-    names = ("input_ids", "attention_mask")
+    names = ["input_ids", "attention_mask"]
+    if _has_two_texts(model):
+        names += ["decoder_input_ids", DECODER_MASK, "labels"]
     return {name: inputs[name].to(device) for name in names if name in inputs}

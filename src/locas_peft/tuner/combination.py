@@ -10,7 +10,7 @@ No factor is above 1, so that slots within the norm clip stay within it.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -38,6 +38,7 @@ def combined_config(
         raise invalid("weights", rule, list(weights))
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
     for name in configs:
+        _check_changes_ffns_alone(name, configs[name])
         _check_combinable(name, layers, names)
     configs_in_order = list(configs.values())
     combined = copy.deepcopy(configs_in_order[0])
@@ -53,10 +54,15 @@ def combined_config(
     all_clipped = len(radii) == len(configs_in_order)
     combined.max_slot_norm = max(radii) if all_clipped else None
     combined.set_record("slots", None)
-    if all(config.get_record("slots") for config in configs_in_order):
-        slots = {name: _join_slots(configs_in_order, name) for name in names}
-        combined.set_record("slots", slots)
     return combined
+
+
+def _check_changes_ffns_alone(name: str, config: LocasConfig) -> None:
+    # What is trained beside the memory would be missing from the combined one.
+    for field in ("modules_to_save", "trainable_token_indices"):
+        if getattr(config, field):
+            remedy = f"train memories without {field} to combine them"
+            raise invalid("adapters", "change FFNs alone", f"{name!r} with {field}", remedy)
 
 
 def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str]) -> None:
@@ -71,16 +77,20 @@ def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str])
         raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() first.")
 
 
-def _join_slots(configs: list[LocasConfig], name: str) -> list[int]:
-    slots = []
-    for config in configs:
-        slots += config.get_record("slots")[name]
+def _join_slots(layer: LocasLayer, names: Iterable[str]) -> list[int] | None:
+    """Return which host slots several memories were cloned from; None where one is unknown."""
+    slots: list[int] = []
+    for name in names:
+        own = layer.recorded_slots(name)
+        if own is None:
+            return None
+        slots += own
     return slots
 
 
 @torch.no_grad()
 def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float]) -> None:
-    """Fill a layer's new memory with the slots of others, and clip it.
+    """Fill a layer's new memory with the slots of others, record them, and clip it.
 
     Args:
         layer: the layer.
@@ -104,4 +114,5 @@ def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float])
     layer.locas_input_scale[adapter_name].copy_(k)
     layer.locas_tau[adapter_name].copy_(tau)
     layer.locas_calibrated[adapter_name].fill_(1.0)
+    layer.record_slots(adapter_name, _join_slots(layer, parts))
     layer.keep_weights(adapter_name)

@@ -108,6 +108,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Whether a memory waits for its calibration: read once, or each forward would wait for the
         # accelerator.
         self._waits: dict[str, bool] = {}
+        # The host slots that a memory's file names, until the file's tensors are loaded.
+        self._slots_of_file: dict[str, list[int] | None] = {}
         # Copies of the rows that calibrations in a forward made, until the next forward.
         self._made_rows: dict[str, Tensor] = {}
         self._is_sharded = False
@@ -144,9 +146,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_tau[adapter_name] = torch.tensor(mean_down_norm / r, dtype=torch.float32)
         self.locas_calibrated[adapter_name] = torch.tensor(float(is_calibrated))
         self._forget(adapter_name)
+        slots_of_file = self._find_slots_of_file(config)
+        # Without weights yet, nothing is known of the rows.
+        self.record_slots(adapter_name, None)
         # With low_cpu_mem_usage, the weights are loaded from a file.
         if not self.locas_up[adapter_name].weight.is_meta:
             self._reset_weights(adapter_name, has_host_weights=not math.isnan(mean_down_norm))
+        self._slots_of_file[adapter_name] = slots_of_file
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -166,7 +172,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         elif has_host_weights:
             generator = make_generator(config.seed, self.name)
             r = self.locas_up[adapter_name].out_features
-            self._set_rows(adapter_name, clone_random(self.ffn, None, r, generator))
+            # They keep a place until calibration: no record.
+            self._load_rows(adapter_name, clone_random(self.ffn, None, r, generator))
+
+    def _find_slots_of_file(self, config: LocasConfig) -> list[int] | None:
+        """Return the host slots that a config from a file names; None for a config made here."""
+        if config._expected_host is None:
+            return None
+        return (config.get_record("slots") or {}).get(self.name)
 
     def projections(self, adapter_name: str) -> list[nn.Linear]:
         """Return a memory's gate (if gated) and up, weights `[R, D]`, and down, weight `[D, R]`."""
@@ -194,6 +207,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._forget(adapter_name)
+        self._slots_of_file.pop(adapter_name, None)
         super().delete_adapter(adapter_name)
 
     def _forget(self, adapter_name: str) -> None:
@@ -261,16 +275,28 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _set_rows(self, adapter_name: str, rows: Rows) -> None:
         """Load rows, set the values to zero, and record the host slots that were cloned."""
+        self._load_rows(adapter_name, rows)
+        self.record_slots(adapter_name, None if rows.slots is None else rows.slots.tolist())
+
+    def _load_rows(self, adapter_name: str, rows: Rows) -> None:
         if adapter_name in self.locas_gate:
             self.locas_gate[adapter_name].weight.copy_(rows.gate)
         self.locas_up[adapter_name].weight.copy_(rows.up)
         self.locas_down[adapter_name].weight.zero_()
+
+    def record_slots(self, adapter_name: str, slots: list[int] | None) -> None:
+        """Record which host slots a memory's rows were cloned from; None where that is unknown."""
+        self._slots_of_file.pop(adapter_name, None)
         config = self.locas_config[adapter_name]
-        slots = dict(config.get_record("slots") or {})
-        slots.pop(self.name, None)
-        if rows.slots is not None:
-            slots[self.name] = rows.slots.tolist()
-        config.set_record("slots", slots or None)
+        recorded = dict(config.get_record("slots") or {})
+        recorded.pop(self.name, None)
+        if slots is not None:
+            recorded[self.name] = slots
+        config.set_record("slots", recorded or None)
+
+    def recorded_slots(self, adapter_name: str) -> list[int] | None:
+        """Return which host slots a memory's rows were cloned from; None where that is unknown."""
+        return (self.locas_config[adapter_name].get_record("slots") or {}).get(self.name)
 
     # Hooks of compiled modules are not called: what follows runs outside of compiled code.
     @torch.compiler.disable
@@ -415,6 +441,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             if up is None:
                 continue
             self._forget(name)
+            # Only the first file that is loaded is the one that the config came from.
+            self.record_slots(name, self._slots_of_file.get(name))
             flag = f"{prefix}locas_calibrated.{name}"
             input_scale = state_dict.get(f"{prefix}locas_input_scale.{name}")
             if flag not in state_dict and input_scale is not None:

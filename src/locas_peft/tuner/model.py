@@ -136,11 +136,13 @@ class LocasModel(BaseTuner):
         )
         if targets is None or is_all_linear:
             self._check_all_are_found()
-            peft_config.target_modules = _to_suffixes(self._ffns, self.model)
+            names = _to_suffixes(self._ffns, self.model)
+            peft_config.target_modules = _keep_transformed(names, self._ffns, peft_config)
         host = _describe_host(self.model, self._ffns)
         if peft_config._expected_host is not None:
             _check_host(peft_config._expected_host, host)
-        peft_config.set_record("host", host)
+        # A file also has a sample of the base's weights there.
+        peft_config.set_record("host", {**(peft_config._expected_host or {}), **host})
         return peft_config
 
     def _check_all_are_found(self) -> None:
@@ -445,7 +447,7 @@ class LocasModel(BaseTuner):
 
         Args:
             adapters: the names of different memories beside the same FFNs, none of them empty or
-                merged.
+                merged. They have no `modules_to_save` and no trained tokens.
             weights: one finite number for each of them.
             adapter_name: the name of the new memory.
             combination_type: "cat"; other types of PEFT's methods have no meaning here.
@@ -461,11 +463,20 @@ class LocasModel(BaseTuner):
         except Exception:
             del self.peft_config[adapter_name]
             raise
+        self._cast_adapter_dtype(adapter_name, self._is_any_float32(adapters))
         weight_of = dict(zip(adapters, weights, strict=True))
         for layer in list_layers(self.model, adapter_name):
             fill_combined(layer, adapter_name, weight_of)
             for projection in layer.projections(adapter_name):
                 projection.weight.requires_grad_(False)
+
+    def _is_any_float32(self, adapters: list[str]) -> bool:
+        """Return whether one of several memories is in float32."""
+        for name in adapters:
+            for layer in list_layers(self.model, name):
+                if layer.locas_up[name].weight.dtype == torch.float32:
+                    return True
+        return False
 
     def _check_combination(
         self, adapters: list[str], adapter_name: str, combination_type: str
@@ -617,6 +628,28 @@ def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
         if name not in ffns and name.rpartition(".")[2] in suffixes:
             return set(ffns)
     return suffixes
+
+
+def _keep_transformed(names: set[str], ffns: dict[str, AnyFFN], config: LocasConfig) -> set[str]:
+    """Return the full names that `layers_to_transform` selects; suffixes stay.
+
+    PEFT asks for the layer of a module that a suffix matches, and takes each full name.
+    """
+    indices = config.layers_to_transform
+    if names.isdisjoint(ffns) or indices is None or indices == []:
+        return names
+    trial = copy.copy(config)
+    trial.exclude_modules = None
+    trial.modules_to_save = None
+    kept = set()
+    for name in names:
+        trial.target_modules = {name.rpartition(".")[2]}
+        if BaseTuner._check_target_module_exists(trial, name):
+            kept.add(name)
+    if not kept:
+        rule = "select a layer that has an FFN"
+        raise invalid("layers_to_transform", rule, indices, "use indices of its layers")
+    return kept
 
 
 def _is_widened(group: WidthGroup) -> bool:
