@@ -863,6 +863,27 @@ def test_unload_leaves_no_hook():
         assert not hasattr(host, "peft_config")
 
 
+def test_memories_that_come_and_go_leave_no_hooks():
+    host = make_host("llama")
+    for _ in range(3):
+        host.add_adapter(LocasConfig(r=4), adapter_name="one")
+        assert len(host._forward_pre_hooks) == len(host._forward_hooks) == 1
+        host.delete_adapter("one")
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    host = model.get_base_model()
+    model.add_adapter("two", LocasConfig(r=4))
+    model.delete_adapter("two")
+    assert len(host._forward_pre_hooks) == len(host._forward_hooks) == 1
+    model = copy.deepcopy(model)
+    model.add_adapter("two", LocasConfig(r=4))
+    assert len(model.get_base_model()._forward_pre_hooks) == 1
+    assert len(host._forward_pre_hooks) == 1
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    model.base_model.delete_adapter("default")
+    host = model.get_base_model()
+    assert not host._forward_pre_hooks and not host._forward_hooks
+
+
 # ------------------------------------------------------------------------------ files
 
 
