@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiling import COMPILES
+from families import make_model, make_tokens
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import _dynamo as dynamo
@@ -51,6 +52,24 @@ def test_the_forward_of_a_layer_has_no_graph_break(memories):
     assert count_breaks(layer, hidden) == (0, [])
     dynamo.reset()
     assert count_breaks(layer.eval(), hidden) == (0, [])
+
+
+def test_a_flat_ffn_is_compiled_in_whole_and_in_parts(fresh_graphs):
+    model, tokens = make_model("opt"), make_tokens()
+
+    @torch.no_grad()
+    def read(model) -> torch.Tensor:
+        return model(input_ids=tokens, use_cache=False).logits
+
+    expected = read(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(read(compiled), expected)
+    dynamo.reset()
+    for layer in list_layers(model):
+        # The first projection is compiled, what follows is not.
+        layer.forward = torch.compiler.disable(layer.forward)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(read(compiled), expected)
 
 
 @pytest.mark.slow

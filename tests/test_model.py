@@ -1,6 +1,7 @@
 import copy
 import json
 import sys
+import threading
 import warnings
 
 import pytest
@@ -861,6 +862,46 @@ def test_unload_leaves_no_hook():
         assert model.unload() is host
         assert not any(module._forward_pre_hooks for module in host.modules())
         assert not hasattr(host, "peft_config")
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_forward_of_another_thread_changes_nothing(family):
+    model = make_model(family)
+    tokens = [make_tokens(), make_tokens(batch=2, length=9, seed=2)]
+    expected = [logits(model, each) for each in tokens]
+    found = []
+    other = threading.Thread(target=lambda: found.append(logits(model, tokens[1])))
+
+    def run_other(layer, args):
+        # Between the two projections of a flat FFN.
+        hook.remove()
+        other.start()
+        other.join()
+
+    hook = list_layers(model)[0].register_forward_pre_hook(run_other)
+    assert torch.equal(logits(model, tokens[0]), expected[0])
+    assert len(found) == 1 and torch.equal(found[0], expected[1])
+
+
+def test_memories_that_come_and_go_leave_no_hooks():
+    host = make_host("llama")
+    for _ in range(3):
+        host.add_adapter(LocasConfig(r=4), adapter_name="one")
+        assert len(host._forward_pre_hooks) == len(host._forward_hooks) == 1
+        host.delete_adapter("one")
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    host = model.get_base_model()
+    model.add_adapter("two", LocasConfig(r=4))
+    model.delete_adapter("two")
+    assert len(host._forward_pre_hooks) == len(host._forward_hooks) == 1
+    model = copy.deepcopy(model)
+    model.add_adapter("two", LocasConfig(r=4))
+    assert len(model.get_base_model()._forward_pre_hooks) == 1
+    assert len(host._forward_pre_hooks) == 1
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    model.base_model.delete_adapter("default")
+    host = model.get_base_model()
+    assert not host._forward_pre_hooks and not host._forward_hooks
 
 
 # ------------------------------------------------------------------------------ files

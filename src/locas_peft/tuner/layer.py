@@ -12,6 +12,7 @@ activation `act`: only then is a merged memory exactly R more neurons of the hos
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
+
+# In place of a thread's key; no thread has it.
+COMPILED = -1
 
 
 class LocasLayer(nn.Module, BaseTunerLayer):
@@ -113,7 +117,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Copies of the rows that calibrations in a forward made, until the next forward.
         self._made_rows: dict[str, Tensor] = {}
         self._is_sharded = False
-        self._ffn_input: Tensor | None = None
+        # A of a flat FFN, by the thread that runs the forward.
+        self._ffn_inputs: dict[int, Tensor] = {}
         self._inlet_hook = None
         if isinstance(ffn, HostFFN) and ffn.is_flat:
             self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
@@ -571,8 +576,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _take_ffn_input(self) -> Tensor:
         """Return A of a flat FFN, which its first projection was given in this forward."""
-        ffn_input = self._ffn_input
-        self._ffn_input = None
+        ffn_input = self._ffn_inputs.pop(_find_thread(), None)
+        if ffn_input is None:
+            # Kept by a compiled part of this forward.
+            ffn_input = self._ffn_inputs.pop(COMPILED, None)
         is_used = not self.disable_adapters and bool(self.locas_up)
         if ffn_input is None and is_used:
             self._check_replica()
@@ -584,7 +591,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return ffn_input
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
-        self._ffn_input = args[0]
+        self._ffn_inputs[_find_thread()] = args[0]
 
     # ------------------------------------------------------------------- merging
 
@@ -703,6 +710,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return "locas." + super().__repr__()
+
+
+def _find_thread() -> int:
+    """Return a key for the running thread, or `COMPILED` where a graph is traced."""
+    # A graph would keep the key of the thread that traced it.
+    return COMPILED if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def make_sharded_error(adapter_name: str) -> ValueError:

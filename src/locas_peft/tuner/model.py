@@ -76,7 +76,6 @@ class LocasModel(BaseTuner):
 
     # The model's FFNs, found at the start of an injection.
     _ffns: dict[str, AnyFFN] = {}
-    _hooks: HostHooks | None = None
 
     # ---------------------------------------------------------------- injection
 
@@ -114,9 +113,9 @@ class LocasModel(BaseTuner):
             # PEFT leaves out parameters with the adapter's name in theirs, such as all of layer 0.
             for parameter, requires_grad in zip(former, trained, strict=True):
                 parameter.requires_grad = requires_grad
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = HostHooks(model)
+        _remove_hooks(model)
+        # The host keeps them.
+        HostHooks(model)
 
     def _give_own_config(self, adapter_name: str) -> None:
         """Copy a config that another memory has too: each memory needs a record of its own."""
@@ -258,6 +257,8 @@ class LocasModel(BaseTuner):
         """Delete a memory. See `BaseTuner.delete_adapter`."""
         config = self.peft_config.get(adapter_name)
         super().delete_adapter(adapter_name)
+        if not any(layer.locas_up for layer in list_layers(self.model)):
+            _remove_hooks(self.model)
         configs = self.peft_config
         if not isinstance(configs, ConfigsWithFormer):
             configs = ConfigsWithFormer(configs)
@@ -400,9 +401,7 @@ class LocasModel(BaseTuner):
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
         widen_to(groups, model, config)
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = None
+        _remove_hooks(self.model)
         return model
 
     def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
@@ -562,6 +561,17 @@ class ConfigsWithFormer(dict[str, LocasConfig]):
 
     def __missing__(self, name: str) -> LocasConfig:
         return self.former[name]
+
+
+def _remove_hooks(host: nn.Module) -> None:
+    """Take the memories' hooks off a host.
+
+    They are found on the host: each `add_adapter` of transformers makes a `LocasModel` of its own.
+    """
+    for hook in list(host._forward_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, HostHooks):
+            owner.remove()
 
 
 def _check_wrappers(model: nn.Module) -> None:
