@@ -61,6 +61,8 @@ __all__ = [
 ]
 
 BOOK = LONG_BOOKS[0]
+START_BOOK = LONG_BOOKS[1]
+"""Whose beginning CARTRIDGE's prefix begins with: neither the sweep nor the reading is of it."""
 # As many parameters as a Locas memory of r=16 has on Qwen2.5 0.5B.
 VIRTUAL_TOKENS = 160
 DECAY = 1e-3
@@ -158,12 +160,12 @@ def _open_prefix(
 
     Args:
         make_config: of CARTRIDGE or prefix tuning.
-        from_text: whether the first keys and values are those of the training book's beginning.
+        from_text: whether the first keys and values are those of `START_BOOK`'s beginning.
     """
     torch.manual_seed(0)
     model = get_peft_model(bench.base, make_config())
     if from_text:
-        ids = bench.document(SWEEP_BOOK, VIRTUAL_TOKENS)[None].to(bench.base.device)
+        ids = bench.document(START_BOOK, VIRTUAL_TOKENS)[None].to(bench.base.device)
         with torch.no_grad():
             cache = bench.base(ids, use_cache=True).past_key_values
         initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
