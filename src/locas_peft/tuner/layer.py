@@ -41,9 +41,6 @@ from .mixture import HostMixture
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
-# In place of a thread's key; no thread has it.
-COMPILED = -1
-
 
 class LocasLayer(nn.Module, BaseTunerLayer):
     """One FFN of the host with its memories.
@@ -119,6 +116,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._is_sharded = False
         # A of a flat FFN, by the thread that runs the forward.
         self._ffn_inputs: dict[int, Tensor] = {}
+        # The same where a compiled graph keeps it: a graph would keep its first thread's key.
+        self._traced_ffn_input: Tensor | None = None
         self._inlet_hook = None
         if isinstance(ffn, HostFFN) and ffn.is_flat:
             self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
@@ -576,10 +575,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def _take_ffn_input(self) -> Tensor:
         """Return A of a flat FFN, which its first projection was given in this forward."""
-        ffn_input = self._ffn_inputs.pop(_find_thread(), None)
+        ffn_input = self._traced_ffn_input
+        self._traced_ffn_input = None
         if ffn_input is None:
-            # Kept by a compiled part of this forward.
-            ffn_input = self._ffn_inputs.pop(COMPILED, None)
+            ffn_input = self._take_from_thread()
         is_used = not self.disable_adapters and bool(self.locas_up)
         if ffn_input is None and is_used:
             self._check_replica()
@@ -591,7 +590,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return ffn_input
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
-        self._ffn_inputs[_find_thread()] = args[0]
+        if torch.compiler.is_compiling():
+            self._traced_ffn_input = args[0]
+        else:
+            self._ffn_inputs[threading.get_ident()] = args[0]
+
+    # A layer that is compiled without its first projection has a graph break here.
+    @torch.compiler.disable
+    def _take_from_thread(self) -> Tensor | None:
+        return self._ffn_inputs.pop(threading.get_ident(), None)
 
     # ------------------------------------------------------------------- merging
 
@@ -710,12 +717,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return "locas." + super().__repr__()
-
-
-def _find_thread() -> int:
-    """Return a key for the running thread, or `COMPILED` where a graph is traced."""
-    # A graph would keep the key of the thread that traced it.
-    return COMPILED if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def make_sharded_error(adapter_name: str) -> ValueError:
