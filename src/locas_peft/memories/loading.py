@@ -53,7 +53,8 @@ def open_memory(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
     """Load a memory together with its base, frozen: the base, its tokenizer, the adapted model.
 
-    Base and memory share their modules: within `model.disable_adapter()` the model is the base.
+    Base and memory share their modules: within `model.disable_adapter()` the model is the base, but
+    for embeddings that were saved with the memory.
 
     Args:
         base: name of the base; None for the one that the memory names.
