@@ -30,6 +30,7 @@ __all__ = [
     "draw",
     "first_line",
     "first_statement",
+    "list_batches",
     "pad_left",
     "share_prefixes",
 ]
@@ -360,19 +361,36 @@ def answer_in_batches(
     known = set(known)
     if caches is None:
         caches = {}
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    first = 0
-    while first < len(order):
-        longest = len(prompts[order[first]])
-        size = min(batch_size, max(BATCH_TOKENS // longest, 1))
-        batch = order[first : first + size]
-        first += size
+    for batch in list_batches([len(prompt) for prompt in prompts], BATCH_TOKENS, batch_size):
         if known.issuperset(batch):
             continue
         groups = [(shared, range(len(batch)))] if shared else []
         rows = [prompts[number] for number in batch]
         texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
         yield batch, [first_statement(text) for text in texts]
+
+
+def list_batches(
+    lengths: Sequence[int], batch_tokens: int, most_rows: int | None = None
+) -> Iterator[list[int]]:
+    """Yield the numbers of each batch of rows, the longest first.
+
+    The first of a batch sets its width, and a batch that is too large for a device fails early.
+
+    Args:
+        lengths: of the rows, in tokens.
+        batch_tokens: the most tokens of a batch, padding included; a longer row is a whole batch.
+        most_rows: of a batch; None for no limit.
+    """
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        is_full = bool(batch) and (len(batch) + 1) * lengths[batch[0]] > batch_tokens
+        if is_full or len(batch) == most_rows:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def check_room(

@@ -3,14 +3,14 @@
 The model may have a memory, and is not changed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..model import CausalLM, token_losses
-from .continuation import begin_rows
+from .continuation import begin_rows, list_batches
 
 __all__ = ["Score", "score_targets"]
 
@@ -64,7 +64,7 @@ def score_targets(
     # The first scored token of each sequence.
     firsts = [max(len(prompt), 1) for prompt, _ in pairs]
     scores = [Score(0.0, 0)] * len(sequences)
-    for batch in _list_batches(lengths, batch_tokens):
+    for batch in list_batches(lengths, batch_tokens):
         rows = [sequences[number] for number in batch]
         begins = [firsts[number] for number in batch]
         if shared:
@@ -114,18 +114,3 @@ def _score_after(
         losses = token_losses(row_logits[-count:], sequence[-count:])
         scores.append(Score(losses.double().sum().item(), count))
     return scores
-
-
-def _list_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield the numbers of each batch, the longest first.
-
-    The first of a batch sets its width, and a batch that is too large for a device fails early.
-    """
-    batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch

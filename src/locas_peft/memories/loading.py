@@ -22,7 +22,7 @@ from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
 from ..tuner import LocasConfig
 from ..tuner.memory_file import PREFIX, SCALES, split_tensors
-from ..tuner.modules import list_tuner_layers, plain_name, remember_modules, unmerge_layers
+from ..tuner.modules import plain_name, remember_modules, unmerged_at_end
 from .base_sample import may_be_same_weights, sample_weights
 from .folder import MEMORY_CONFIG, READING, RECORD
 from .guards import guard_memory, load_memory_file
@@ -101,11 +101,8 @@ def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[Pe
     restore = remember_modules(base)
     try:
         model = load_memory(base, directory)
-        layers = list_tuner_layers(model)
-        try:
+        with unmerged_at_end(model):
             yield model.requires_grad_(False).eval()
-        finally:
-            unmerge_layers(layers)
     finally:
         restore()
 

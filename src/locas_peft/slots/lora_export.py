@@ -82,9 +82,9 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
             is too small.
     """
     adapter_name, layers = find_memory(model, adapter_name, "export")
-    for field in ("modules_to_save", "trainable_token_indices"):
-        if getattr(model.peft_config[adapter_name], field, None):
-            raise invalid("the memory", "change FFNs alone", f"one with {field}", "merge it.")
+    field = model.peft_config[adapter_name].field_beside_ffns()
+    if field is not None:
+        raise invalid("the memory", "change FFNs alone", f"one with {field}", "merge it.")
     if neurons is None:
         neurons = max(layer.locas_up[adapter_name].out_features for layer in layers)
     factors: dict[str, Factors] = {}

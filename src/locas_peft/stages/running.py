@@ -31,7 +31,7 @@ from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
-from ..tuner.modules import list_tuner_layers, remember_modules, unmerge_layers
+from ..tuner.modules import remember_modules, unmerged_at_end
 from .complete import complete, for_base, training_settings
 from .methods import METHODS
 from .peak import PeakMemory
@@ -544,11 +544,8 @@ def attached(
     torch.manual_seed(settings.seed)
     try:
         model = _attach(base, settings, start)
-        layers = list_tuner_layers(model)
-        try:
+        with unmerged_at_end(model):
             yield model
-        finally:
-            unmerge_layers(layers)
     finally:
         restore_modules()
         base.zero_grad(set_to_none=True)

@@ -59,10 +59,10 @@ def combined_config(
 
 def _check_changes_ffns_alone(name: str, config: LocasConfig) -> None:
     # What is trained beside the memory would be missing from the combined one.
-    for field in ("modules_to_save", "trainable_token_indices"):
-        if getattr(config, field):
-            remedy = f"train memories without {field} to combine them"
-            raise invalid("adapters", "change FFNs alone", f"{name!r} with {field}", remedy)
+    field = config.field_beside_ffns()
+    if field is not None:
+        remedy = f"train memories without {field} to combine them"
+        raise invalid("adapters", "change FFNs alone", f"{name!r} with {field}", remedy)
 
 
 def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str]) -> None:

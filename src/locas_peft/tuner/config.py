@@ -23,6 +23,8 @@ DEFAULT_STRATEGY = "topk"
 STRATEGY_OF_RANDOM_NUMBERS = "gaussian"
 # What a memory's record can hold.
 RECORDS = ("host", "slots", "saved_embeddings")
+# The fields of PEFT that name what is trained beside FFNs.
+BESIDE_FFNS = ("modules_to_save", "trainable_token_indices")
 # Fields of former versions that have no meaning any more. `row_norm` only scaled initial rows.
 FORMER_FIELDS = ("gated_host_experiment", "variant", "row_norm")
 
@@ -221,13 +223,19 @@ class LocasConfig(PeftConfig):
         """Save the config as PEFT does, and record which of the base's tensors are in the file."""
         memory, others = split_keys(_list_keys(save_directory))
         if memory:
-            trained = ("modules_to_save", "trainable_token_indices")
             embeddings = []
             for key in sorted(others):
-                if self.field_that_names(key) not in trained:
+                if self.field_that_names(key) not in BESIDE_FFNS:
                     embeddings.append(key.removeprefix(PREFIX))
             self.set_record("saved_embeddings", embeddings or None)
         super().save_pretrained(save_directory, **kwargs)
+
+    def field_beside_ffns(self) -> str | None:
+        """Return a field by which the memory trains more than FFNs; None where it does not."""
+        for field_name in BESIDE_FFNS:
+            if getattr(self, field_name):
+                return field_name
+        return None
 
     def field_that_names(self, key: str) -> str | None:
         """Return the field that names a tensor beside the memory's own; None where none does."""

@@ -18,13 +18,12 @@ __all__ = [
     "evaluating",
     "host_modules",
     "is_wrapper",
-    "list_tuner_layers",
     "plain_name",
     "remember_modules",
     "state_name",
     "trained_parameters",
     "uncompiled",
-    "unmerge_layers",
+    "unmerged_at_end",
     "unwrap",
     "used_modules",
 ]
@@ -250,27 +249,28 @@ def _is_trained(tensors: nn.Module | Tensor) -> bool:
     return any(parameter.requires_grad for parameter in tensors.parameters())
 
 
-def list_tuner_layers(model: nn.Module) -> list[BaseTunerLayer]:
-    """Return the layers of all adapters of a model."""
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-
-
-def unmerge_layers(layers: Iterable[BaseTunerLayer]) -> None:
-    """Take merged adapters out of the base again.
+@contextmanager
+def unmerged_at_end(model: nn.Module) -> Iterator[None]:
+    """Take adapters that were merged within the context out of the base again.
 
     A memory's host is then as before, bit for bit. Of other adapters, PEFT subtracts what it added:
     the weights are as before up to rounding.
     """
-    for layer in layers:
-        if layer.merged:
-            layer.unmerge()
+    # Merging may take the layers out of the model.
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
 
 
 def remember_modules(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores a model's modules and their attributes as they are now.
 
-    Values of tensors are not kept. What changes them is undone first (`unmerge_layers`), or done to
-    copies that take their place.
+    Values of tensors are not kept. What changes them is undone first (`unmerged_at_end`), or done
+    to copies that take their place.
     """
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     contents = []
