@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from locas_peft import LocasConfig, text
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER
-from locas_peft.selfstudy import Exchange, SelfStudy, discriminants, lessons
-from locas_peft.selfstudy.discriminants import (
+from locas_peft.selfstudy import Exchange, SelfStudy, lessons
+from locas_peft.slots import discriminants
+from locas_peft.slots.discriminants import (
     can_tell_apart,
     place_discriminants,
     upper_layers_trained,

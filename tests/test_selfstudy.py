@@ -26,6 +26,7 @@ from locas_peft.selfstudy import (
     lessons,
     load_exchanges,
     save_exchanges,
+    schedule,
     split_passages,
     writing,
 )
@@ -570,25 +571,6 @@ def test_the_time_is_estimated_before_a_study_and_a_text_that_is_too_long_is_ref
         learn(loaded, input_ids, settings_of())
 
 
-def test_the_lessons_of_a_pass_are_put_in_order_once(loaded, input_ids, monkeypatch):
-    """Shuffled at each step, 50,000 lessons took more time than learning them."""
-    shuffled = []
-    shuffle = learning.random.Random.shuffle
-    monkeypatch.setattr(
-        learning.random.Random,
-        "shuffle",
-        lambda self, order: shuffled.append(len(order)) or shuffle(self, order),
-    )
-    monkeypatch.setattr(learning, "BATCH", 1)
-    monkeypatch.setattr(learning, "KNOWN_NATS", 0.0)
-    given = [Exchange(f"Who is man {number}?", "A man.") for number in range(6)]
-    with attached(loaded[0], settings_of()) as model:
-        settings = StudySettings(passes=3, learning_rate=1e-3)
-        study = learning.SelfStudy(model, loaded[1], input_ids, settings, given=given)
-        steps = list(study.run())
-    assert len(steps) == 3 * 6 and shuffled == [6] * 3
-
-
 def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
     base, tokenizer = loaded
     steps = []
@@ -605,15 +587,15 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
 @pytest.mark.parametrize(
     ("at", "known_nats", "given"),
     [
-        (("write", 2), learning.KNOWN_NATS, {}),
-        (("learn", 3), learning.KNOWN_NATS, {"anchor": 0.3}),
+        (("write", 2), schedule.KNOWN_NATS, {}),
+        (("learn", 3), schedule.KNOWN_NATS, {"anchor": 0.3}),
         (("learn", 8), 20.0, {"passes": 6}),  # all is known from the start
     ],
 )
 def test_an_interruption_changes_no_bit(
     at, known_nats, given, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(learning, "KNOWN_NATS", known_nats)
+    monkeypatch.setattr(schedule, "KNOWN_NATS", known_nats)
     base, tokenizer = loaded
     settings = settings_of(**given)
 
@@ -631,7 +613,7 @@ def test_an_interruption_changes_no_bit(
         learn(loaded, input_ids, settings, on_step=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
     assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
-    assert any(known for _, _, known in state["progress"]) == (known_nats == 20.0)
+    assert any(known for _, _, known in state["schedule"]["progress"]) == (known_nats == 20.0)
     steps = []
     torch.manual_seed(99)
     learn(loaded, input_ids, settings, on_step=steps.append, resume=True, **broken)
@@ -774,70 +756,6 @@ def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
             next(study.run())
             first.append(study._learner.optimizer.param_groups[0]["lr"])
     assert first[0] == first[1] == 2 * first[2]
-
-
-class Noted:
-    """A study whose lessons' losses a test gives."""
-
-    def __init__(self, model, tokenizer, input_ids, passes):
-        settings = StudySettings(passes=passes, learning_rate=1e-3)
-        self.study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN[:1])
-        self.study._lessons = [lessons.make_lesson(GIVEN[0], tokenizer)]
-        self.study._progress = [learning._Progress()]
-
-    def due(self, number: int, loss: float = 0.0) -> int:
-        """Return when the lesson is due, after it was learned in a pass, and the second token had this loss."""
-        self.study._note([0], number, [torch.tensor([0.0, loss])])
-        return self.study._progress[0].due
-
-
-def test_a_known_lesson_is_learned_less_often_and_leaves_when_it_is_known_in_each_wording(
-    loaded, input_ids
-):
-    with attached(loaded[0], settings_of()) as model:
-        study = Noted(model, loaded[1], input_ids, passes=50)
-        assert study.due(0, learning.KNOWN_NATS) == 1
-        assert study.due(1) == 3, "known once: one pass is left out"
-        assert study.due(3) == 6
-        assert study.due(6, math.nan) == 7, "lost again"
-        assert [study.due(7), study.due(9)] == [9, 12]
-        assert study.due(12) == 50
-        assert Noted(model, loaded[1], input_ids, passes=2).due(0) == 2
-        assert Noted(model, loaded[1], input_ids, passes=2).due(0, 1.0) == 1
-
-
-def test_the_known_end_of_a_passage_is_left_out_but_now_and_then(loaded, input_ids):
-    with attached(loaded[0], settings_of()) as model:
-        study = Noted(model, loaded[1], input_ids, passes=50).study
-        assert study._encode(0)[2].tolist() == study._lessons[0].answer.tolist()
-        unknown = torch.full([1], learning.KNOWN_NATS)
-        study._note(
-            [0, 0], 0, [torch.zeros(3), torch.cat([torch.zeros(1), unknown, torch.zeros(1)])]
-        )
-        assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}, "the longest of a batch"
-        study._note([0], 0, [torch.cat([torch.zeros(8), unknown])])
-        assert study._reaches == {GIVEN[0].answer: 9 + learning.MARGIN}, (
-            "the next ones are unknown too"
-        )
-        study._note([0], 0, [torch.tensor([0.0, math.nan])])
-        assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}
-        study._reaches, lengths = {GIVEN[0].answer: 2}, []
-        for study._progress[0].seen in range(2 * learning.WHOLE_EVERY):
-            lengths.append(len(study._encode(0)[2]))
-    assert lengths == 2 * [len(study._lessons[0].answer), *[2] * (learning.WHOLE_EVERY - 1)]
-
-
-def test_a_batch_has_lessons_of_one_length(loaded, input_ids, monkeypatch):
-    monkeypatch.setattr(learning, "BATCH", 3)
-    given = [Exchange("Who came? " * (1 + number % 3), "A man.") for number in range(9)]
-    with attached(loaded[0], settings_of()) as model:
-        settings = StudySettings(passes=1, learning_rate=1e-3)
-        study = learning.SelfStudy(model, loaded[1], input_ids, settings, given=given)
-        lengths, distill = [], study._distill
-        study._distill = lambda rows: lengths.append({len(row[0]) for row in rows}) or distill(rows)
-        for _ in study.run():
-            pass
-    assert all(max(each) - min(each) <= 10 for each in lengths) and len(lengths) == 3
 
 
 def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):

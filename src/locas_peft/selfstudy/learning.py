@@ -8,9 +8,9 @@ import logging
 import math
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -22,14 +22,15 @@ from locas_settings import StudySettings
 from ..asking import begin_rows, current_day, encode_question, find_pad_token, pad_left
 from ..checks import invalid
 from ..model import CausalLM, compute_once
+from ..slots.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
+from ..text import Passage, split_passages
 from ..ttt import Anchor, OwnText
 from ..ttt.active import calibrate_empty
 from ..ttt.learner import Learner
 from ..tuner import evaluating, trained_parameters
-from .discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
-from .passages import Passage, split_passages
+from .schedule import Schedule
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
@@ -50,8 +51,6 @@ PER_PASSAGE = 6
 PASSES = 4
 # Few lessons are learned for so many steps; twice as many where no rows tell passages apart.
 LEAST_STEPS = 50
-# A batch takes lessons of about one length from so many.
-SORTED = 32
 # Every n-th step also limits the change of other answers and texts, with n times the weight.
 PULL_EVERY = 4
 # The most prompts that discriminants are computed from.
@@ -62,16 +61,8 @@ ANSWERS = 4
 OWN_TEXTS = 4
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
-# Every n-th time, a lesson's passage is learned to its end. Else what is left out could be
-# forgotten without being noticed.
-WHOLE_EVERY = 5
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
 BUCKET = 64
-# Tokens of a passage that are learned after the last one that is not known.
-MARGIN = 4
-# Greedy decoding recites a token of a smaller loss: its probability is above one half
-# (arXiv:2605.30260).
-KNOWN_NATS = math.log(2)
 WARMUP_STEPS = 5
 # How many dropped replies are shown.
 SAMPLES = 3
@@ -84,7 +75,6 @@ _PLAIN_STATE = (
     "_step",
     "_losses",
     "_seconds",
-    "_reaches",
 )
 
 
@@ -122,22 +112,6 @@ class StudyStep:
     written: tuple[Exchange, ...] = ()
 
 
-@dataclass
-class _Progress:
-    """What is known of a lesson.
-
-    Attributes:
-        due: the pass in which it is learned next.
-        seen: how often it was learned.
-        known: how often it was known since it was last found unknown, each time in the next
-            wording.
-    """
-
-    due: int = 0
-    seen: int = 0
-    known: int = 0
-
-
 class SelfStudy:
     """Train the active adapter to answer questions about a text without the text.
 
@@ -146,8 +120,8 @@ class SelfStudy:
     require gradients are changed in place; the base is not. `state_dict` and the adapter's weights
     are all that a continuation needs.
 
-    What is known is not learned again (`_Progress`). The study ends when all lessons are known in
-    each wording.
+    What is known is not learned again (see `Schedule`). The study ends when all lessons are known
+    in each wording.
 
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
@@ -230,11 +204,9 @@ class SelfStudy:
         self._earlier = list(earlier)
         # Made of the exchanges when all are written.
         self._lessons: list[Lesson] = []
-        self._progress: list[_Progress] = []
-        # The lessons of the present pass that are left, in their order.
-        self._queue: deque[int] = deque()
-        # How many tokens of each answer are learned next.
-        self._reaches: dict[str, int] = {}
+        self._schedule = Schedule([], wordings=len(FORMS), passes=0, batch=BATCH, seed=seed)
+        # A factor of the learning rate.
+        self._rate = 1.0
         self._given: str | None = None
         self._passages: list[Passage] = []
         if given is None:
@@ -298,10 +270,8 @@ class SelfStudy:
         yield from self._write()
         if not self.kept:
             return
-        self.exchanges = correct(self._earlier, self.exchanges)
-        self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
-        if not self._progress:
-            self._progress = [_Progress() for _ in self._lessons]
+        if not self._step:
+            self._plan()
         yield from self._learn_all()
 
     @torch.no_grad()
@@ -351,36 +321,40 @@ class SelfStudy:
             written = tuple(block.exchanges)
             yield StudyStep("write", done, total, len(self.exchanges), written=written)
 
+    def _plan(self) -> None:
+        """Make the lessons of all exchanges, and the schedule of their learning."""
+        self.exchanges = correct(self._earlier, self.exchanges)
+        self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
+        apart = self._tells_apart(self._count_answers())
+        least_steps = LEAST_STEPS if apart else 2 * LEAST_STEPS
+        usual = max(PASSES, math.ceil(least_steps * BATCH / max(len(self._lessons), 1)))
+        passes = usual if self._passes is None else self._passes
+        self._rate = min(1.0, (usual / passes) ** 0.5)
+        answers = [exchange.answer for exchange in self.exchanges]
+        self._schedule = Schedule(
+            answers, wordings=len(FORMS), passes=passes, batch=BATCH, seed=self._seed
+        )
+
     def _learn_all(self) -> Iterator[StudyStep]:
         """Learn the lessons until all are known, or have had all their passes."""
         if self._is_compiled:
             self._host.compile()
         apart = self._tells_apart(self._count_answers())
-        least_steps = LEAST_STEPS if apart else 2 * LEAST_STEPS
-        usual = max(PASSES, math.ceil(least_steps * BATCH / max(len(self._lessons), 1)))
-        if self._passes is None:
-            self._passes = usual
-        rate = min(1.0, (usual / self._passes) ** 0.5)
         if apart and not self._step:
             self._place_discriminants()
-        total = len(self._lessons) * self._passes
-        left = total - self._count_done()
-        while left > 0:
+        total = self._schedule.total
+        done = self._schedule.count_done()
+        while done < total:
             began = time.perf_counter()
             with evaluating(self._model), upper_layers_trained(self._model, apart):
-                loss = self._learn(1 - left / total, rate)
+                loss = self._learn(done / total)
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
-            done = self._count_done()
-            left = total - done
+            done = self._schedule.count_done()
             steps = math.ceil(done / BATCH)
             all_steps = math.ceil(total / BATCH)
             yield StudyStep("learn", steps, all_steps, len(self.exchanges), loss)
-
-    def _count_done(self) -> int:
-        """Return how many lessons of all passes are learned, or not needed."""
-        return sum(progress.due for progress in self._progress)
 
     def _count_answers(self) -> int:
         return len({exchange.answer for exchange in self.exchanges})
@@ -438,18 +412,13 @@ class SelfStudy:
                 spans.append((text, len(text) - 1, -1))
         return spans
 
-    def _learn(self, done: float, rate: float) -> float:
+    def _learn(self, done: float) -> float:
         """Take the next step; return its KL, in nats a token of the lessons.
 
         The weight of the pull grows with the share of the study that is done: first the memory
         learns its own answers, then their effect on others is undone.
-
-        Args:
-            done: the share of the study that is done.
-            rate: a factor of the learning rate.
         """
-        number = min(progress.due for progress in self._progress)
-        chosen = self._choose(number)
+        chosen = self._choose()
         examples = list(chosen.values())
         pull, remainder = divmod(self._step, PULL_EVERY)
         weight = 0.0 if remainder else done * self._anchor_weight * PULL_EVERY
@@ -466,43 +435,28 @@ class SelfStudy:
         objective.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than
         # the others.
-        factor = rate * (1 - done)
+        factor = self._rate * (1 - done)
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=factor):
             self.skipped_steps += 1
-        self._note(chosen, number, [example_losses.detach() for example_losses in losses])
+        self._schedule.note(list(chosen), [example_losses.detach() for example_losses in losses])
         return loss.item()
 
-    def _choose(self, number: int) -> dict[int, Example]:
-        """Return the next lessons of a pass by their numbers.
+    def _choose(self) -> dict[int, Example]:
+        """Return the next lessons by their numbers."""
+        examples = {}
 
-        They are of about one length, so that few rows are padded.
-        """
-        if not self._queue:
-            order = list(range(len(self._lessons)))
-            random.Random(f"{self._seed} {number}").shuffle(order)
-            self._queue.extend(i for i in order if self._progress[i].due == number)
-        candidates = [self._queue.popleft() for _ in range(min(SORTED, len(self._queue)))]
-        examples = {index: self._encode(index) for index in candidates}
-        lengths = {}
-        for index, example in examples.items():
-            lengths[index] = len(example.prompt) + len(example.answer)
-        middle = lengths[candidates[0]]
-        nearest = sorted(candidates, key=lambda index: abs(lengths[index] - middle))
-        chosen = nearest[:BATCH]
-        left = [index for index in candidates if index not in chosen]
-        self._queue.extendleft(reversed(left))
-        return {index: examples[index] for index in chosen}
+        def measure(number: int) -> int:
+            example = self._encode(number)
+            examples[number] = example
+            return len(example.prompt) + len(example.answer)
 
-    def _encode(self, index: int) -> Example:
+        return {number: examples[number] for number in self._schedule.choose(measure)}
+
+    def _encode(self, number: int) -> Example:
         """Return a lesson in its next wording."""
-        lesson = self._lessons[index]
-        # A lesson's wordings begin at its own number, so that a batch has all of them.
-        turn = index + self._progress[index].seen
-        prompt = encode_question(self._tokenizer, *lesson.word(turn))
-        answer = lesson.answer
-        if turn % WHOLE_EVERY:
-            answer = answer[: self._reaches.get(self.exchanges[index].answer)]
-        return Example(prompt, lesson, answer)
+        lesson = self._lessons[number]
+        prompt = encode_question(self._tokenizer, *lesson.word(self._schedule.turn_of(number)))
+        return Example(prompt, lesson, lesson.answer[: self._schedule.reach_of(number)])
 
     def _list_others(self) -> list[Example]:
         """Return the other questions, with the base's answers; none without an anchor."""
@@ -541,35 +495,6 @@ class SelfStudy:
             losses.append(_divergences(row_logits[-len(example.answer) :], example.lesson))
         return losses
 
-    def _note(self, indices: Iterable[int], number: int, losses: Sequence[Tensor]) -> None:
-        """Note when lessons are due next, and how far their passages are learned.
-
-        Args:
-            indices: the lessons.
-            number: the pass.
-            losses: those of each lesson's tokens, [T].
-        """
-        assert self._passes is not None  # The first step has set it.
-        # By answer: the tokens up to the last that is not known.
-        unknown: dict[str, int] = {}
-        for index, example_losses in zip(indices, losses, strict=True):
-            # Not >=: NaN is unknown.
-            unknown_tokens = (example_losses < KNOWN_NATS).logical_not().nonzero()
-            last = 0
-            if len(unknown_tokens):
-                last = int(unknown_tokens[-1]) + 1
-            answer = self.exchanges[index].answer
-            unknown[answer] = max(last, unknown.get(answer, 0))
-            progress = self._progress[index]
-            progress.seen += 1
-            progress.known = 0 if last else progress.known + 1
-            progress.due = min(number + 1 + progress.known, self._passes)
-            # Known in each wording: it is not learned again.
-            if progress.known == len(FORMS):
-                progress.due = self._passes
-        for answer, last in unknown.items():
-            self._reaches[answer] = last + MARGIN
-
     def state_dict(self) -> dict[str, Any]:
         """Return the study's state, tensors and plain values, without the adapter's weights."""
         plain = {name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE}
@@ -577,7 +502,7 @@ class SelfStudy:
             **plain,
             "given": self._given,
             "learner": self._learner.state_dict(),
-            "progress": [list(astuple(progress)) for progress in self._progress],
+            "schedule": self._schedule.state_dict(),
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
@@ -595,11 +520,11 @@ class SelfStudy:
             ValueError, KeyError, TypeError, AttributeError: for a state that does not fit.
         """
         self.exchanges = [Exchange(**fields) for fields in state["exchanges"]]
-        self._progress = [_Progress(*values) for values in state["progress"]]
-        # The rest of the pass follows from the progress.
-        self._queue.clear()
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
+        if self._step:
+            self._plan()
+            self._schedule.load_state_dict(state["schedule"])
         apart = self._tells_apart(self._count_answers())
         with upper_layers_trained(self._model, apart):
             self._learner.load_state_dict(state["learner"])

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
 from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
-from ..text import split_words
+from ..text import LONGEST_PASSAGE, REPORTED, Passage, split_words
 from ..tuner import adapters_disabled, evaluating
 from .exchanges import Exchange
-from .passages import LONGEST_PASSAGE, REPORTED, Passage
 from .question_words import ENGLISH, QuestionWords, find_question_words
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]

@@ -1,4 +1,4 @@
-"""Texts: files, token ids, control tokens, blocks, dialogues, sentences, words."""
+"""Texts: files, token ids, control tokens, blocks, dialogues, passages, sentences, words."""
 
 from .blocks import (
     Block,
@@ -22,12 +22,16 @@ from .documents import (
     tokenize,
     unwrap,
 )
+from .passages import LONGEST_PASSAGE, REPORTED, Passage, split_passages
 from .sentences import guess_language, split_sentences
 from .words import holds_phrase, list_runs, split_words
 
 __all__ = [
+    "LONGEST_PASSAGE",
     "NAME",
+    "REPORTED",
     "Block",
+    "Passage",
     "Turn",
     "digest_ids",
     "digest_json",
@@ -47,6 +51,7 @@ __all__ = [
     "python_reference",
     "split_items",
     "split_pairs",
+    "split_passages",
     "split_records",
     "split_rows",
     "split_sentences",

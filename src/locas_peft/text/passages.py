@@ -1,24 +1,16 @@
-"""Passages of a text: the pieces that a memory learns as answers."""
+"""Passages of a text: the pieces that a study teaches as answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from ..text import (
-    NAME,
-    Block,
-    encode_text,
-    ends_sentence,
-    list_blocks,
-    list_turns,
-    split_items,
-    split_pairs,
-    split_records,
-    split_rows,
-    split_sentences,
-    split_words,
-)
+from .blocks import Block, list_blocks, split_items, split_pairs, split_records, split_rows
+from .control_tokens import encode_text
+from .dialogues import ends_sentence, list_turns
+from .documents import NAME
+from .sentences import split_sentences
+from .words import split_words
 
 __all__ = ["LONGEST_PASSAGE", "REPORTED", "Passage", "split_passages"]
 
@@ -53,7 +45,7 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     """Split a text into passages that answer questions by themselves.
 
     A small model writes far better questions about a short passage than about a page. What a
-    passage is depends on the kind of the text's blocks (see `text.list_blocks`):
+    passage is depends on the kind of the text's blocks (see `list_blocks`):
 
     - Prose: a sentence. Its line breaks become spaces.
     - A dialogue: a turn, put as reported speech, with the date where a line above has one: Ann
