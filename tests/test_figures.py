@@ -1,4 +1,4 @@
-"""The README's figures are those of the results in `benchmarks/results`."""
+"""The figures of the README and of `docs/results.md` are those of the results in `benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-READINGS = (
-    ROOT / "benchmarks" / "results" / "paper" / "Qwen2.5-Coder-0.5B-Instruct" / "cpu" / "readings"
-)
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+FOLDER = ROOT / "benchmarks" / "results"
+HOST = "Qwen2.5-Coder-0.5B-Instruct"
+PAPER = FOLDER / "paper" / HOST / "cpu"
+READINGS = PAPER / "readings"
+STUDIES = FOLDER / "knowledge" / HOST / "full.md"
 BOOKS = ("3649", "36235")
+SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
 ROWS = {
     "no memory": "none",
@@ -29,11 +33,18 @@ def load_figures(book: str, row: str) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))["figures"]
 
 
-def list_cells(name: str) -> list[str]:
-    """The cells of a row of the README's table of readings."""
-    table = README.split("perplexity, book 3649")[1].split("\n\n")[0]
+def list_cells(name: str, page: str = README, head: str = "perplexity, book 3649") -> list[str]:
+    """The cells of a row of the table that has this in its head, the README's table of readings say."""
+    table = page.split(head, 1)[1].split("\n\n")[0]
     (line,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", table, re.MULTILINE)
     return [cell.strip() for cell in line.split("|")]
+
+
+def perplexity_at(figures: dict, mark: int) -> float:
+    """The perplexity of the chunks up to a mark, each of which is [end, scored tokens, nats]."""
+    chunks = [chunk for chunk in figures["chunks"] if chunk[0] <= mark]
+    assert chunks[-1][0] == mark
+    return math.exp(sum(chunk[2] for chunk in chunks) / sum(chunk[1] for chunk in chunks))
 
 
 def sum_nats(figures: dict) -> float:
@@ -61,3 +72,47 @@ def test_the_table_of_readings_has_the_figures_of_the_results(name):
         best = load_figures(book, BEST_LORA)
         difference = (sum_nats(one) - sum_nats(best)) / one["scored_tokens"]
         assert mean == f"{difference:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("no memory", "none"),
+        ("TempLoRA r=64, 3e-4", BEST_LORA),
+        ("TempLoRA r=64, 1e-3, its default", "lora"),
+        ("Locas r=64, the default", "locas-glu"),
+        ("Locas r=16", "locas-glu_r=16"),
+    ],
+)
+def test_the_table_of_six_books_has_the_figures_of_the_results(name, row):
+    *cells, _ = list_cells(name, RESULTS, "| book | 3649 | 36235 | 5274")
+    expected = []
+    for book in SHORT_BOOKS:
+        length = 50_176 if book in BOOKS else 12_288
+        path = READINGS / f"{book}-{length}" / f"{row}-seed0.json"
+        if path.is_file():
+            figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+            expected.append(f"{perplexity_at(figures, 12_288):.2f}")
+        else:
+            expected.append("-")
+    assert cells == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("no memory", "no context"),
+        ("passage in context", "text in context"),
+        ("BM25's sentences in context", "BM25 + base"),
+        ("Locas r=64, studied", "study"),
+    ],
+)
+def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
+    right, divergence, seconds = list_cells(name, README, "| | right | KL on own answers")
+    page = STUDIES.read_text(encoding="utf-8")
+    cells = list_cells(row, page, "|  | gold within |")
+    assert right == cells[0]
+    if row == "study":
+        numbers = [float(number) for number in re.findall(r"[\d.]+", cells[9])]
+        assert divergence == "{:.3f} [{:.3f}, {:.3f}]".format(*numbers)
+        assert seconds == f"{float(cells[7]):.0f} a passage"
