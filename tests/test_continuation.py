@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import make_host, make_tokens
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GPTNeoConfig
 
 from locas_peft.asking import (
     answer_in_batches,
@@ -89,6 +89,28 @@ def test_rows_are_whole_where_padding_inside_them_counts(family):
     assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
     model.config.sliding_window, model.config.model_type = 7, "mistral"
     assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
+    # The first two share four tokens, the others one: with both paddings a row has nine.
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 5, 6, 7, 8, 9], [11, 9, 8]]
+    groups = [(4, range(2)), (1, range(2, 4))]
+    assert "past_key_values" not in begin_rows(CausalLM(model), rows, groups, 0)
+
+
+def test_the_local_attention_of_gpt_neo_counts_padding():
+    config = GPTNeoConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        num_heads=2,
+        window_size=16,
+        max_position_embeddings=64,
+    )
+    host = CausalLM(AutoModelForCausalLM.from_config(config).eval())
+    rows = make_tokens(2, 30, seed=3).tolist()
+    rows = [[*rows[0][:20], *rows[0][20:]], [*rows[0][:20], 5, 6]]
+    logits = host.logits(count=1, **begin_rows(host, rows, [(20, range(2))]))
+    alone = host.logits(torch.tensor([rows[1]]), 1)
+    torch.testing.assert_close(logits[1], alone[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -138,6 +160,24 @@ def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monk
     assert continue_rows(host, rows, 8, pad=0, stops=stops) == expected
     assert sizes[0] == 5 and min(sizes) <= 2
     assert continue_rows(host, rows, 8, pad=0, stops=stops, groups=[(4, range(5))]) == expected
+
+
+@pytest.mark.parametrize(("ends", "stops"), [(None, []), (7, [7]), ([7, 8], [7, 8])])
+def test_a_text_ends_with_the_tokenizer_s_end_too(ends, stops, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        continuation, "continue_inputs", lambda *_, stops, **__: seen.append(stops) or []
+    )
+    model = make_host("llama")
+    model.generation_config.eos_token_id = ends
+    tokenizer = WordTokenizer()
+    tokenizer.eos_token_id = 4
+    continue_texts(model, tokenizer, [[5, 6]], 3)
+    assert seen == [[*stops, 4]]
+    tokenizer.chat_template = "{{ messages }}"
+    monkeypatch.setattr(continuation, "list_stops", lambda _: [9, 4])
+    continue_texts(model, tokenizer, [[5, 6]], 3)
+    assert seen[1] == [*stops, 9, 4]
 
 
 def test_tokens_are_drawn_as_generate_draws_them():

@@ -244,6 +244,17 @@ DIALOGUES = {
             'Ben said: "Which colour has it got?" on 2023-06-01.',
         ],
     ),
+    "a remark with a date": (
+        "Ann: The ferry leaves from the quay.\n他们在2023-05-08一起去了上海。\n"
+        "(They moved to Bergen on 8 May 2023.)\nBen: I did not know that.\nAnn: Now you do know it.",
+        [
+            'Ann said: "The ferry leaves from the quay."',
+            "他们在2023-05-08一起去了上海。",
+            "(They moved to Bergen on 8 May 2023.)",
+            'Ben said: "I did not know that."',
+            'Ann said: "Now you do know it."',
+        ],
+    ),
     "Chinese": (
         "李明：我去年搬到了上海。\n王芳：什么时候？\n李明：五月的第一天。",
         ['李明 said: "我去年搬到了上海。" 王芳 said: "什么时候？"', '李明 said: "五月的第一天。"'],

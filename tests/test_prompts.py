@@ -50,6 +50,8 @@ def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tokenizer):
     ):
         assert fit_turns(tokenizer, turns, most_tokens) == encode_turns(tokenizer, turns[first:])
     assert len(turns) == 5
+    system = {"role": "system", "content": "Be brief."}
+    assert fit_turns(tokenizer, [system, *turns], 1) == encode_turns(tokenizer, [system, turns[4]])
 
 
 def make_words_tokenizer():

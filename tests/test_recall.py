@@ -46,11 +46,12 @@ def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
         '{"question": 3}',
         "[]",
         '{"question": "", "answer": 1}',
+        '{"question": "Who?", "answer": " "}',
     ]
     path.write_text("\n".join(lines))
     with pytest.raises(
         ValueError,
-        match=r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6: correct or",
+        match=r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6, 7: correct or",
     ):
         load_questions(path)
     path.write_bytes(b'{"question": "Qui \xe9tait-ce ?"}')

@@ -67,8 +67,8 @@ def test_a_shared_beginning_is_read_once_and_changes_no_score(family):
 
 def test_without_a_prompt_the_first_token_is_not_scored():
     model, ids = make_host("llama"), make_tokens(1, 6)[0].tolist()
-    scores = score_targets(model, [([], ids), ([], ids[:1])])
-    assert [score.tokens for score in scores] == [5, 0]
+    scores = score_targets(model, [([], ids), ([], ids[:1]), ([], [])])
+    assert [score.tokens for score in scores] == [5, 0, 0]
     assert scores[0].nll_nats == pytest.approx(nll_alone(model, [], ids), rel=1e-4)
     assert (
         scores[0].per_token == scores[0].nll_nats / 5 and scores[1].per_token != scores[1].per_token

@@ -271,10 +271,11 @@ def test_each_broken_line_is_named(tmp_path):
         "[]",
         '{"question": "", "answer": "x"}',
         '{"question": 1, "answer": "x"}',
+        '{"question": "Who? \\ud800", "answer": "x"}',
     ]
     path.write_text("\n".join([good, broken[0], good, *broken[1:]]))
     with pytest.raises(
-        ValueError, match=r"got something else in line 2, 4, 5, 6, 7: correct or delete them$"
+        ValueError, match=r"got something else in line 2, 4, 5, 6, 7, 8: correct or delete them$"
     ):
         load_exchanges(path)
     path.write_text(good + "\n3")

@@ -27,7 +27,7 @@ from training import (
     weights_of,
     without_time,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from locas_peft import SlotWriter, backbone
 from locas_peft.memories import checkpoint
@@ -794,6 +794,13 @@ def test_documents_are_checked_at_the_call(input_ids, error, message):
             "model must be a transformers causal language model, got Linear: ",
         ),
         (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+            ),
+            ValueError,
+            "model must be a causal language model, got the encoder-decoder T5ForConditionalGeneration: ",
+        ),
+        (
             lambda: make_model("plain", "lfm2"),
             ValueError,
             "context must be 'recompute' for lfm2, got 'cache': its ",
@@ -807,7 +814,7 @@ def test_documents_are_checked_at_the_call(input_ids, error, message):
             "adapter made of weights",
         ),
     ],
-    ids=["no model", "lfm2", "prompt"],
+    ids=["no model", "t5", "lfm2", "prompt"],
 )
 def test_models_that_cannot_be_read_are_named(make, error, message):
     model = make()

@@ -230,15 +230,17 @@ def parse_json_lines(
 ) -> Iterator[tuple[int, T | None]]:
     """Yield the number of each line that is not blank, and what `parse` makes of its JSON value.
 
-    Numbers begin at 1. None stands for a broken line: one that is not JSON, or whose value
-    `parse` cannot use. `parse` is given an object, and raises a ValueError, TypeError or KeyError
-    for one that lacks something.
+    Numbers begin at 1. None stands for a broken line: one that is not JSON, has half of a
+    character, or whose value `parse` cannot use. `parse` is given an object, and raises a
+    ValueError, TypeError or KeyError for one that lacks something.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
+            # An escape such as \ud800 alone is half of a character, which no tokenizer takes.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
             parsed = parse(value) if isinstance(value, dict) else None
         except (ValueError, TypeError, KeyError, RecursionError):
             parsed = None

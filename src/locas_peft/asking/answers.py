@@ -111,6 +111,8 @@ class Answerer:
         Raises:
             ValueError: a last message with its reply exceeds the model's positions.
         """
+        if not conversations:
+            return []
         prompts = [self._encode(turns) for turns in conversations]
         texts = continue_texts(
             self._model,
@@ -149,6 +151,9 @@ def load_questions(path: str | Path) -> list[Question]:
 def _parse_question(value: dict[str, Any]) -> Question:
     question = Question(value["question"], value.get("answer"))
     if not isinstance(question.question, str) or not isinstance(question.answer, str | None):
+        raise TypeError
+    # Every text has an empty gold answer within.
+    if question.answer is not None and not question.answer.strip():
         raise TypeError
     return question
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 
 from ..model import CausalLM, count_positions, find_cache
 from ..text import is_code
-from .prompts import find_pad_token
+from .prompts import can_chat, find_pad_token, list_stops
 
 __all__ = [
     "Choose",
@@ -119,8 +119,11 @@ def begin_rows(
         new_tokens: the most tokens that will follow the rows.
         caches: keeps the keys and values for later batches with the same shared tokens.
     """
-    can_share = host.can_cache() and host.can_pad_inside(max(map(len, rows)) + new_tokens)
-    if not can_share or not groups or not all(count for count, _ in groups):
+    if not groups or not all(count for count, _ in groups) or not host.can_cache():
+        return pad_left(rows, pad, host.device)
+    # Each row is padded twice: after what it shares, and before.
+    rest = max(len(rows[number]) - count for count, numbers in groups for number in numbers)
+    if not host.can_pad_inside(max(count for count, _ in groups) + rest + new_tokens):
         return pad_left(rows, pad, host.device)
     shared = [rows[numbers[0]][:count] for count, numbers in groups]
     prefixes = pad_left(shared, pad, host.device)
@@ -302,11 +305,7 @@ def continue_texts(
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    stops = config.eos_token_id
-    if stops is None:
-        stops = []
-    elif not isinstance(stops, list):
-        stops = [stops]
+    stops = _list_reply_stops(config, tokenizer)
     choose = None
     if temperature:
         generator = torch.Generator(host.device).manual_seed(seed)
@@ -330,6 +329,22 @@ def continue_texts(
         on_token=on_token,
     )
     return decode(rows)
+
+
+def _list_reply_stops(config: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: those of the model's config and of its tokenizer.
+
+    A study teaches replies up to the turn's end, which the config of many base models leaves out.
+    """
+    stops = config.eos_token_id
+    if stops is None:
+        stops = []
+    elif not isinstance(stops, list):
+        stops = [stops]
+    if can_chat(tokenizer):
+        return [*stops, *list_stops(tokenizer)]
+    # Not the other stops of a base model: its text may have more than a line.
+    return [*stops, *filter(None, [tokenizer.eos_token_id])]
 
 
 def answer_in_batches(

@@ -137,15 +137,18 @@ def encode_turns(tokenizer: Any, turns: list[dict[str, str]], begin: str = "") -
 def fit_turns(tokenizer: Any, turns: list[dict[str, str]], most_tokens: int | None) -> list[int]:
     """Turn a conversation into at most `most_tokens` token ids.
 
-    The oldest messages and their replies are left out. The last message always stays: alone it may
-    have more tokens. It is all that a model without a chat template gets.
+    The oldest messages and their replies are left out. A system message and the last message always
+    stay: alone they may have more tokens. The last message is all that a model without a chat
+    template gets.
     """
     if not can_chat(tokenizer):
         return encode_prompt(tokenizer, turns[-1]["content"])
-    ids = encode_turns(tokenizer, turns)
+    system = [turn for turn in turns[:1] if turn["role"] == "system"]
+    turns = turns[len(system) :]
+    ids = encode_turns(tokenizer, [*system, *turns])
     while most_tokens is not None and len(ids) > most_tokens and len(turns) > 2:
         turns = turns[2:]
-        ids = encode_turns(tokenizer, turns)
+        ids = encode_turns(tokenizer, [*system, *turns])
     return ids
 
 

@@ -91,6 +91,9 @@ def _score_batch(host: CausalLM, sequences: list[Tensor], firsts: list[int]) -> 
     scores = []
     for number, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
         stop = len(sequence)
+        if stop <= first:
+            scores.append(Score(0.0, 0))
+            continue
         predicted = logits[number, first - begin : stop - begin]
         losses = token_losses(predicted, ids[number, first:stop])
         scores.append(Score(losses.double().sum().item(), stop - first))
@@ -108,7 +111,7 @@ def _score_after(
     logits = host.logits(inputs.pop("ids"), max(max(counts), 1), **inputs)
     scores = []
     for row_logits, sequence, count in zip(logits, sequences, counts, strict=True):
-        if count == 0:
+        if count <= 0:
             scores.append(Score(0.0, 0))
             continue
         losses = token_losses(row_logits[-count:], sequence[-count:])

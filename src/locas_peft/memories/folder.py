@@ -223,7 +223,8 @@ def escape(text: str) -> str:
 
 def pack(folder: Path, archive: Path) -> None:
     """Write a memory's files, but no links, into a zip archive, which is not compressed."""
-    with zipfile.ZipFile(archive, "w") as packed:
+    # A reproducible image may date its files before 1980, where a zip's dates begin.
+    with zipfile.ZipFile(archive, "w", strict_timestamps=False) as packed:
         for name in FILES:
             file = folder / name
             if file.is_file() and not file.is_symlink():

@@ -67,7 +67,7 @@ class CausalLM:
 
     Raises:
         TypeError: for a model that is no transformers language model.
-        ValueError: for an adapter without weights in the layers.
+        ValueError: for an encoder-decoder, and for an adapter without weights in the layers.
     """
 
     def __init__(self, model: nn.Module, cpu_attention: bool = True):
@@ -77,6 +77,9 @@ class CausalLM:
         if isinstance(model, PeftModel):
             self.base = model.get_base_model()
         self.kind = type(self.base).__name__
+        if getattr(self.base.config, "is_encoder_decoder", False):
+            rule = f"model must be a causal language model, got the encoder-decoder {self.kind}"
+            raise ValueError(f"{rule}: train its memory in a loop of your own")
         self.positions = count_positions(self.base)
         self.rope_positions: int | None = None
         self._cpu_attention = cpu_attention
@@ -213,7 +216,8 @@ class CausalLM:
         # A sliding window that is shorter, and distances by index as in MPT, count padding.
         if self._config.model_type == "mpt":
             return False
-        window = getattr(self._config, "sliding_window", None)
+        name = "window_size" if self._config.model_type == "gpt_neo" else "sliding_window"
+        window = getattr(self._config, name, None)
         return not isinstance(window, int) or length <= window
 
     def has_adapter(self) -> bool:

@@ -103,7 +103,8 @@ def make_lesson(exchange: Exchange, tokenizer: Any) -> Lesson:
     ids = encode_answer(tokenizer, exchange.answer) + list_stops(tokenizer)[:1]
     answer = torch.tensor(ids)
     certain = torch.ones(len(ids), 1)
-    return Lesson(exchange.question, exchange.subject, answer, answer[:, None], certain)
+    subject = exchange.subject.strip()
+    return Lesson(exchange.question, subject, answer, answer[:, None], certain)
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ class Turn:
     Attributes:
         said: the line without its speaker.
         speaker: empty for a line without one.
-        date: of the last line above that has one; empty for none.
+        date: of the last heading above that has one; empty for none.
     """
 
     said: str
@@ -116,10 +116,10 @@ def list_turns(lines: Sequence[str]) -> list[Turn]:
             turns.append(Turn(said, speaker, date))
             continue
         dated = _DATE.search(line)
-        if dated is not None:
-            date = dated[0]
-        if dated is None or line[-1] in ".!?…":
+        if dated is None or ends_sentence(line):
             turns.append(Turn(line))
+        else:
+            date = dated[0]
     spoken = [turn for turn in turns if turn.speaker]
     is_dialogue = 2 * len(spoken) >= len(lines) and _take_turns(spoken)
     return turns if is_dialogue else []

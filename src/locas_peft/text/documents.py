@@ -117,7 +117,8 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
 def find_start_token(tokenizer) -> int | None:
     """Return the token that a tokenizer puts at the start of a text; None where it puts none."""
     ids = tokenizer("a")["input_ids"]
-    if ids and ids[0] in tokenizer.all_special_ids:
+    # A vocabulary without "a" has an unknown token in its place.
+    if ids and ids[0] in tokenizer.all_special_ids and ids[0] != tokenizer.unk_token_id:
         return ids[0]
     return None
 

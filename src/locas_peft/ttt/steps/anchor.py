@@ -283,7 +283,7 @@ def _find_first_token(host: CausalLM) -> int:
     rule = (
         "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from"
     )
-    remedy = "set one, or give Anchor texts of your own"
+    remedy = "set one, give Anchor texts of your own, or learn without an anchor"
     raise ValueError(f"{rule}, got none in its vocabulary: {remedy}")
 
 
