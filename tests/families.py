@@ -1,12 +1,11 @@
 """One tiny, randomly initialised host a family of architectures: the case list that drives the tuner's tests."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers as tf
 from peft import PeftModel, get_peft_model
@@ -91,9 +90,19 @@ MIXTURES: dict[str, tf.PretrainedConfig] = {
     ),
 }  # fmt: skip
 FAMILIES |= MIXTURES
+# One of each structure of an FFN.
+ONE_OF_EACH = ("llama", "phi3", "lfm2", "gpt2", "gpt_neox", "opt", "qwen2_moe", "deepseek_v3")
 GATED = (
     set(MIXTURES) | {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
 )
+
+
+def each_family(families: Iterable[str] = FAMILIES) -> list:
+    """The families as parameters of a test: one of each structure is fast, the others are slow."""
+    return [
+        pytest.param(name, id=name, marks=() if name in ONE_OF_EACH else pytest.mark.slow)
+        for name in families
+    ]
 
 
 def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from families import (
     HIDDEN,
     MIXTURES,
     VOCABULARY,
+    each_family,
     logits,
     make_host,
     make_tokens,
@@ -49,7 +50,7 @@ def learn(model: PeftModel, steps: int = 4) -> list[float]:
 DENSE = [family for family in FAMILIES if family not in MIXTURES]
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=each_family())
 def family(request) -> str:
     return request.param
 
@@ -73,7 +74,7 @@ def test_every_ffn_gets_one_memory_of_the_host_structure(family):
         ) + [(HIDDEN, R)]
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", each_family(DENSE))
 def test_topk_clones_the_most_active_slots(family):
     host = make_host(family)
     activity = {}
@@ -107,7 +108,7 @@ def test_rows_are_unit_clones_and_values_zero(family):
             assert not layer.has_learned("default")
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", each_family(DENSE))
 def test_the_papers_tau_is_the_mean_down_norm_over_r(family):
     model = make_memory(family, output_scale="paper")
     for layer in model.modules():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, GATED, make_host, make_tokens
+from families import FAMILIES, GATED, each_family, make_host, make_tokens
 from peft import PeftModel, get_peft_model
 from torch.nn.functional import normalize
 from training import resume, save
@@ -14,7 +14,7 @@ from locas_peft.slots.writing import make_slots
 from locas_peft.tuner import list_layers
 from locas_peft.tuner.scale import KAPPA
 
-TWO_LAYER = [family for family in FAMILIES if family not in GATED]
+TWO_LAYER = each_family(family for family in FAMILIES if family not in GATED)
 
 
 def make_model(family="gpt_neox", r=16, **kwargs):
@@ -296,9 +296,8 @@ def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
 
     other = make_model(r=8)
     writer = SlotWriter(other, slots_per_chunk=1)
-    with pytest.raises(
-        ValueError, match="^writer: slots_per_chunk must be 2 as in the checkpoint in "
-    ):
+    message = "^writer: slots_per_chunk must be 2 as in the checkpoint in "
+    with pytest.raises(ValueError, match=message):
         resume(
             TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, steps=[writer]), tmp_path
         )
@@ -358,13 +357,11 @@ def test_memories_that_cannot_be_written_are_refused():
         SlotWriter(gated)
     with pytest.raises(ValueError, match="must have one width, got"):
         SlotWriter(make_model(rank_pattern={"layers.0.mlp": 8}))
-    with pytest.raises(
-        ValueError, match="r must be at least 2 for a memory that is written, got 1"
-    ):
+    message = "r must be at least 2 for a memory that is written, got 1"
+    with pytest.raises(ValueError, match=message):
         SlotWriter(make_model(r=1))
-    with pytest.raises(
-        ValueError, match=r"no single LOCAS memory that is active \(active: none\) to write into"
-    ):
+    message = r"no single LOCAS memory that is active \(active: none\) to write into"
+    with pytest.raises(ValueError, match=message):
         SlotWriter(make_host("gpt_neox"))
     silent = get_peft_model(
         make_host("gpt_neox"), LocasConfig(r=4, init_weights="write", scaling=0.0)
@@ -376,9 +373,8 @@ def test_memories_that_cannot_be_written_are_refused():
 def test_a_memory_without_slots_is_not_read_with_in_vain():
     model = make_model()
     trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3)
-    with pytest.raises(
-        ValueError, match="steps must have a writer for the memory 'default', which has no slots"
-    ):
+    message = "steps must have a writer for the memory 'default', which has no slots"
+    with pytest.raises(ValueError, match=message):
         trainer.read(make_tokens(1, 12)[0])
     write_tokens(model, make_tokens(1, 6)[0])  # a written one may be trained without
     assert all(chunk.learned for chunk in trainer.read(make_tokens(1, 12)[0]))
