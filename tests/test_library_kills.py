@@ -7,8 +7,6 @@ as before or as it shall be, and the others are unchanged byte for byte. Then th
 hidden files too, as without a kill.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from locas_peft import backbone, text
@@ -181,7 +178,7 @@ def test_a_long_turn_is_split_into_its_sentences(loaded):
     ("page", "subject"),
     [
         (
-            "The tower of Skarn Point was built in 1868. Its lamp burned whale oil.",
+            "The tower of Skarn Point was built in 1868. It is old and high.",
             "The tower of Skarn Point",
         ),
         ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
@@ -195,16 +192,6 @@ def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded
     first, second = split_passages(loaded[1], page)
     assert first.subject == second.subject == subject
     assert first.introduces == bool(subject) and not second.introduces
-
-
-def test_a_page_with_a_list_is_no_dialogue(loaded):
-    page = "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
-    assert texts_of(split_passages(loaded[1], page, 64)) == page.split("\n")
-
-
-def test_notes_with_colons_are_no_dialogue(loaded):
-    notes = "Plumber: Nils Berg is the one to call.\nBakery: the one at the old bridge is open."
-    assert texts_of(split_passages(loaded[1], notes, 64)) == notes.split("\n")
 
 
 def test_a_statement_with_a_date_between_turns_is_kept(loaded):
@@ -232,17 +219,14 @@ def test_a_sentence_longer_than_the_window_is_cut(loaded):
 
 
 def test_a_text_shorter_than_a_passage_is_refused(loaded):
-    with pytest.raises(
-        ValueError,
-        match="^text must hold a passage of at least 5 words to be studied, got 'Too short.'",
-    ):
+    message = "^text must hold a passage of at least 5 words to be studied, got 'Too short.'"
+    with pytest.raises(ValueError, match=message):
         split_passages(loaded[1], "Too short.", 64)
 
 
 def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
-    with pytest.raises(
-        ValueError, match=r"^window must be at least 192 tokens to study a text, got 128: raise it"
-    ):
+    message = r"^window must be at least 192 tokens to study a text, got 128: raise it"
+    with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(window=128))
 
 
@@ -274,9 +258,8 @@ def test_each_broken_line_is_named(tmp_path):
         '{"question": "Who? \\ud800", "answer": "x"}',
     ]
     path.write_text("\n".join([good, broken[0], good, *broken[1:]]))
-    with pytest.raises(
-        ValueError, match=r"got something else in line 2, 4, 5, 6, 7, 8: correct or delete them$"
-    ):
+    message = r"got something else in line 2, 4, 5, 6, 7, 8: correct or delete them$"
+    with pytest.raises(ValueError, match=message):
         load_exchanges(path)
     path.write_text(good + "\n3")
     with pytest.raises(ValueError, match=r"in line 2: correct or delete it$"):
@@ -294,12 +277,8 @@ def test_each_broken_line_is_named(tmp_path):
     [
         ("Who built the tower?", "The tower was built by Elias Thorne.", False, True),
         ("Who is this?", "The tower was built by Elias Thorne.", False, False),
-        (
-            "Who is Skarn?",
-            "The mason was Elias Thorne, and Skarn was rich.",
-            False,
-            False,
-        ),  # the subject alone
+        # The subject alone.
+        ("Who is Skarn?", "The mason was Elias Thorne, and Skarn was rich.", False, False),
         ("Who is Skarn?", "The tower of Skarn was built in 1868.", True, True),
         ("", "The tower was built by Elias Thorne.", False, False),
     ],
@@ -362,10 +341,8 @@ def test_questions_are_in_the_language_of_the_text(
 
     monkeypatch.setattr(writing, "write_replies", reply)
     written = writing.WrittenBlock(1)
-    assert writing._ask(None, tokenizer, [passage], 2, None, written, words)[0] == (
-        passage,
-        question,
-    )
+    found = writing._ask(None, tokenizer, [passage], 2, None, written, words)[0]
+    assert found == (passage, question)
     assert question.startswith(begins[0])
     assert other in written.dropped
     assert find_question_words("Το πλοίο φεύγει στις επτά.").beginnings == ("",)
@@ -389,12 +366,11 @@ def test_words_of_all_passages_tell_none_of_them_apart():
     assert asked and all("Thornby" in question or "1870" in question for question in asked)
 
 
-def test_a_passage_is_asked_for_by_its_own_words(loaded):
+def test_a_passage_is_asked_for_by_its_own_words():
     passage = "The mason, an old man, built the tower of stone."
     questions = writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
-    assert len(set(questions)) == 5 and questions == writing._ask_by_words(
-        passage, 5, torch.Generator().manual_seed(0)
-    )
+    assert len(set(questions)) == 5
+    assert questions == writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
     named = [
         question.removesuffix("?").split(" about ")[1].split(" and ") for question in questions
     ]
@@ -405,16 +381,8 @@ def test_a_passage_is_asked_for_by_its_own_words(loaded):
 
 def test_phrases_lie_within_a_clause_and_begin_and_end_with_a_long_word():
     phrases = writing.list_phrases('Anna said: "In 1868, the mason built a tower of the stones."')
-    assert phrases == [
-        "Anna",
-        "1868",
-        "mason",
-        "mason built",
-        "built",
-        "built a tower",
-        "tower",
-        "stones",
-    ]
+    expected = "Anna, 1868, mason, mason built, built, built a tower, tower, stones"
+    assert phrases == expected.split(", ")
 
 
 def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
@@ -573,7 +541,6 @@ def test_the_time_is_estimated_before_a_study_and_a_text_that_is_too_long_is_ref
 
 
 def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
-    base, tokenizer = loaded
     steps = []
     record = learn(loaded, input_ids, settings_of(), on_step=steps.append)
     assert [(step.phase, step.done, step.total) for step in steps] == [
@@ -597,7 +564,6 @@ def test_an_interruption_changes_no_bit(
     at, known_nats, given, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(schedule, "KNOWN_NATS", known_nats)
-    base, tokenizer = loaded
     settings = settings_of(**given)
 
     def interrupt(step):
@@ -647,53 +613,7 @@ def test_an_interruption_of_the_first_exchange_keeps_what_was_read(
     assert not (out / CHECKPOINT_FOLDER).exists()
 
 
-def test_the_checkpoint_of_a_reading_is_no_study_to_go_on_with(loaded, input_ids, tmp_path):
-    def interrupt(step):
-        raise KeyboardInterrupt
-
-    settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
-    place = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
-    with pytest.raises(KeyboardInterrupt):
-        read(loaded[0], input_ids, settings, Place(**place), on_step=interrupt)
-    message = "^the checkpoint in .* must be of the stage 'study', got one of the stage 'read': "
-    with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of(), exchanges=GIVEN, resume=True, **place)
-
-
-def test_a_study_that_follows_a_reading_begins_with_its_weights(loaded, input_ids, tmp_path):
-    """Nothing of the memory is replaced: no rows, no values, and no layer stays untrained."""
-    settings = ReadSettings(r=16, window=256, stride=64, anchor=0)
-    out = tmp_path / "m"
-    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
-    before = weights(out)
-    given = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
-    opened = open_study(
-        *loaded,
-        input_ids,
-        settings_of(r=16, passes=1),
-        Place(out=tmp_path / "studied"),
-        start=out,
-        exchanges=given,
-    )
-    with opened as run:
-        model = run.stage._model
-        own = get_peft_model_state_dict(model, save_embedding_layers=False)
-        state = {name: value.clone() for name, value in own.items()}
-        for _ in run:
-            pass
-        run.finish()
-    assert state.keys() == before.keys()
-    assert all(torch.equal(state[name], value) for name, value in before.items())
-    after = weights(tmp_path / "studied")
-    values = [name for name in before if "locas_down" in name]
-    assert all(not torch.equal(before[name], after[name]) for name in values)
-    config = json.loads((tmp_path / "studied" / "adapter_config.json").read_text())
-    assert config["max_slot_norm"] == 1.0
-    assert [record.kind for record in load_records(tmp_path / "studied")] == ["read", "study"]
-
-
 def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
-    base, tokenizer = loaded
     options = {
         "out": tmp_path,
         "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER,
@@ -705,9 +625,8 @@ def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_
 
     with pytest.raises(KeyboardInterrupt):
         learn(loaded, input_ids, settings_of(), exchanges=GIVEN, on_step=interrupt, **options)
-    with pytest.raises(
-        ValueError, match="^exchanges must be those that the checkpoint was begun with, got others"
-    ):
+    message = "^exchanges must be those that the checkpoint was begun with, got others"
+    with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(), exchanges=GIVEN[:1], resume=True, **options)
 
 
@@ -721,7 +640,11 @@ def test_a_study_that_keeps_no_exchange_is_refused_and_saves_nothing(
     place = {"out": out}
     if checkpoints:
         place |= {"checkpoint_dir": out / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
-    with pytest.raises(ValueError, match="^nothing was studied: the model wrote no usable ") as e:
+    message = (
+        r"^nothing was studied: the model wrote no usable exchange \(samples: .+ \| .+ \| .+\): "
+        "choose a larger model, one with a chat template, or give exchanges$"
+    )
+    with pytest.raises(ValueError, match=message) as e:
         learn(loaded, input_ids, settings_of(exchanges=8), **place)
     # Three replies of the model.
     assert str(e.value).count(" | ") == 2 and "\n" not in str(e.value)
@@ -788,34 +711,16 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3
 
 
-def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
-    base, tokenizer = loaded
-    with pytest.raises(
-        ValueError, match="^a study needs an adapter that is trained, got method 'none': use "
-    ):
-        learn(loaded, input_ids, StudySettings(method="none"), exchanges=GIVEN)
-    with pytest.raises(ValueError, match="^exchanges must be at least 1, got 0"):
-        StudySettings(exchanges=0)
-    with pytest.raises(ValueError, match="^passes must be at least 1, got 0"):
-        StudySettings(passes=0)
-    with pytest.raises(ValueError, match="^init has no meaning for the method 'lora', got topk"):
-        complete(StudySettings(method="lora", init="topk"))
-    assert complete(settings_of()) == settings_of()
-
-
 def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(
     loaded, input_ids
 ):
-    base, tokenizer = loaded
     long = Exchange("Who came?", "A man. " * 2000)
-    with pytest.raises(
-        ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"
-    ):
+    message = r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"
+    with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(), exchanges=[GIVEN[0], long])
 
 
 def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_ids, tmp_path):
-    base, tokenizer = loaded
     place = {"out": tmp_path, "resume": True}
     record = learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place)
     assert learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place) == record
@@ -941,9 +846,8 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(
     with pytest.raises(KeyboardInterrupt):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_step=stop, **options)
     assert same(tmp_path / "memory", former)
-    with pytest.raises(
-        ValueError, match="holds an unfinished reading: go on with --resume, or give --overwrite$"
-    ):
+    message = "holds an unfinished reading: go on with --resume, or give --overwrite$"
+    with pytest.raises(ValueError, match=message):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
     options["resume"] = True
     record = go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)

@@ -1,7 +1,5 @@
 """A stage leaves the base as it was, reports what it did, and saves a whole memory or none."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import errno
@@ -12,13 +10,12 @@ import os
 import shutil
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -36,7 +33,7 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
-from locas_peft.selfstudy import Exchange, learning, load_exchanges, writing
+from locas_peft.selfstudy import Exchange, learning, load_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import (
     Place,
@@ -193,10 +190,8 @@ def test_a_loop_can_be_left_and_what_was_learned_is_kept(base, input_ids, tmp_pa
     settings = small(seed=3)
     record = read_until(base, input_ids, settings, 2, out=tmp_path / "stopped")
     read(base, input_ids[: 3 * 64], settings, out=tmp_path / "short")
-    assert (
-        load_file(tmp_path / "stopped" / WEIGHTS).keys()
-        == load_file(tmp_path / "short" / WEIGHTS).keys()
-    )
+    found = load_file(tmp_path / "stopped" / WEIGHTS).keys()
+    assert found == load_file(tmp_path / "short" / WEIGHTS).keys()
     for name, tensor in load_file(tmp_path / "short" / WEIGHTS).items():
         assert torch.equal(tensor, load_file(tmp_path / "stopped" / WEIGHTS)[name]), name
     assert record.stopped and [tokens for tokens, _ in record.curve] == [64, 128, 192]
@@ -226,13 +221,6 @@ def test_a_second_reading_that_is_stopped_counts_its_own_tokens(base, input_ids)
 # Figures
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_reading_can_be_repeated(method, base, input_ids):
-    first, second = (read(base, input_ids, small(method, seed=3)) for _ in range(2))
-    assert first.nll_nats == second.nll_nats
-    assert first.curve == second.curve
-
-
 def test_methods_score_the_same_first_chunk_and_learn_from_then_on(base, input_ids):
     readings = {method: read(base, input_ids, small(method)) for method in METHODS}
     for method in ("lora", "locas-glu"):
@@ -256,21 +244,16 @@ def test_a_reading_records_what_it_did(base, input_ids):
     assert reading.nll_nats == pytest.approx(sum(chunk.nll_nats for chunk in seen))
     assert reading.perplexity == pytest.approx(math.exp(reading.nll_nats / 299))
     assert reading.curve[-1] == (300, reading.perplexity)
-    assert (reading.perplexities, reading.perplexity_between) == (
-        [reading.perplexity],
-        {"0-300": reading.perplexity},
-    )
+    assert reading.perplexities == [reading.perplexity]
+    assert reading.perplexity_between == {"0-300": reading.perplexity}
     assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1
     assert reading.tokens_per_second == 299 / reading.seconds
     assert reading.peak_bytes > 0
     assert reading.memory_dir is None
     value = reading.to_json()
     assert value.keys() >= CONTRACT
-    assert (value["method"], value["model"], value["r"]) == (
-        "locas-glu",
-        "locas_peft/tinybook-glu",
-        8,
-    )
+    assert value["method"] == "locas-glu" and value["model"] == "locas_peft/tinybook-glu"
+    assert value["r"] == 8
     assert parse_record(json.loads(json.dumps(value))) == reading
 
 
@@ -284,10 +267,8 @@ def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(
     assert one.keys() == {f"{name}_sha256" for name in ("text", "base", "tokenizer", "settings")}
     assert {name for name in one if one[name] != two[name]} == {"settings_sha256"}
     assert one["base_sha256"] == fingerprint(base)
-    assert (one["text_sha256"], one["tokenizer_sha256"]) == (
-        text.digest_ids(input_ids[:130]),
-        text.digest_tokenizer(tokenizer),
-    )
+    assert one["text_sha256"] == text.digest_ids(input_ids[:130])
+    assert one["tokenizer_sha256"] == text.digest_tokenizer(tokenizer)
     (tmp_path / "one" / RECORD).write_text("[]")
     for load, rule in (
         (describe_memory, "be the record of a memory"),
@@ -305,11 +286,8 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
         read(base, input_ids, small(r=8)),
     )
     assert [chunk.reading for chunk in seen] == [0] * 8 + [1] * 8 + [2] * 8
-    assert (reading.nll_nats, reading.curve, reading.scored_tokens) == (
-        once.nll_nats,
-        once.curve,
-        499,
-    )
+    assert reading.nll_nats == once.nll_nats and reading.curve == once.curve
+    assert reading.scored_tokens == 499
     assert reading.perplexities[0] == reading.perplexity == once.perplexity
     assert reading.perplexities[2] < reading.perplexities[1] < reading.perplexities[0]
     assert reading.tokens_per_second == 3 * 499 / reading.seconds
@@ -317,7 +295,7 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
 
 def test_the_seconds_of_a_reading_have_those_of_its_end(base, input_ids, tmp_path, monkeypatch):
     def wait(self, trainer, number):
-        time.sleep(0.5)
+        time.sleep(0.1)
 
     monkeypatch.setattr(MeanOfReadings, "after_reading", wait)
     place = {"checkpoint_dir": tmp_path / "checkpoint"}
@@ -325,7 +303,7 @@ def test_the_seconds_of_a_reading_have_those_of_its_end(base, input_ids, tmp_pat
     interrupted(base, input_ids[:200], settings, at=0, number=1, **place)
     seen = []
     record = read(base, input_ids[:200], settings, resume=True, on_step=seen.append, **place)
-    assert record.seconds > 1 + sum(chunk.seconds for chunk in seen)
+    assert record.seconds > 0.2 + sum(chunk.seconds for chunk in seen)
 
 
 def test_figures_that_overflowed_survive_json(base, input_ids):
@@ -339,23 +317,15 @@ def test_figures_that_overflowed_survive_json(base, input_ids):
         reading, nll_nats=math.inf, perplexity=math.nan, curve=[(64, math.nan)], **figures
     )
     back = ReadRecord.from_json(json.loads(format_json(broken.to_json())))
-    found = [
-        back.nll_nats,
-        back.perplexity,
-        back.curve[0][1],
-        *back.perplexity_at.values(),
-        *back.perplexities,
-    ]
-    assert all(map(math.isnan, [*found, *back.perplexity_between.values()]))
+    found = [back.nll_nats, back.perplexity, back.curve[0][1], *back.perplexities]
+    found += [*back.perplexity_at.values(), *back.perplexity_between.values()]
+    assert all(map(math.isnan, found))
 
 
 def test_a_record_of_another_version_is_named(base, input_ids):
     value = read(base, input_ids[:130], small("none")).to_json()
-    older = {
-        name: item
-        for name, item in value.items()
-        if name not in ("layers_to_transform", "perplexities")
-    }
+    newer = ("layers_to_transform", "perplexities")
+    older = {name: item for name, item in value.items() if name not in newer}
     assert ReadRecord.from_json(older).perplexities == []
     for wrong in (
         {**value, "surprise": 1},
@@ -363,18 +333,15 @@ def test_a_record_of_another_version_is_named(base, input_ids):
         {**value, "objective": "nll"},
         {name: item for name, item in value.items() if name != "nll_nats"},
     ):
-        with pytest.raises(
-            ValueError,
-            match="^record.json must be one that this version wrote .*: read the text aga",
-        ):
+        message = "^record.json must be one that this version wrote .*: read the text aga"
+        with pytest.raises(ValueError, match=message):
             ReadRecord.from_json(wrong)
 
 
 def test_scoring_needs_a_frozen_model(input_ids):
     model, _ = backbone.load()
-    with pytest.raises(
-        ValueError, match="^model must be frozen, got 68 trainable parameters: freeze them first$"
-    ):
+    message = "^model must be frozen, got 68 trainable parameters: freeze them first$"
+    with pytest.raises(ValueError, match=message):
         score(model, input_ids, small("none"))
 
 
@@ -405,7 +372,8 @@ def test_settings_make_the_anchor(base, given, texts):
         (made,) = make_trainer(model, settings).steps
         assert isinstance(made, Anchor)
         assert (made.weight, made.every, made.texts.shape) == (0.5, 4, texts)
-        assert torch.equal(made.texts[3], write_own_text(model, texts=4, tokens=texts[1])[3])
+        if texts[1] <= 16:  # more takes seconds to write
+            assert torch.equal(made.texts[3], write_own_text(model, texts=4, tokens=texts[1])[3])
     with attached(base, small()) as model:
         assert make_trainer(model, small()).steps == []
 
@@ -429,22 +397,12 @@ def test_some_layers_alone_are_trained(method, layers, indices, base):
     assert kinds == ({"mlp"} if method == "locas-glu" else projections)
 
 
-@pytest.mark.parametrize("method", ["lora", "locas-glu"])
-def test_all_layers_named_are_all_layers(method, base, input_ids):
-    named, every = (
-        read(base, input_ids[:200], small(method, r=4, layers_to_transform=layers))
-        for layers in ([0, 1, 2, 3, 4, 5], None)
-    )
-    assert (named.nll_nats, named.extra_parameters) == (every.nll_nats, every.extra_parameters)
-
-
-@pytest.mark.parametrize("method", ["lora", "locas-glu"])
-def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
+def test_layers_that_a_model_does_not_have_are_named(base, input_ids):
     message = (
         "^layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it$"
     )
     with pytest.raises(ValueError, match=message):
-        read(base, input_ids, small(method, layers_to_transform=[5, 6]))
+        read(base, input_ids, small(layers_to_transform=[5, 6]))
 
 
 def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
@@ -456,10 +414,8 @@ def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
 
 def test_each_kind_of_host_has_its_own_method(base, input_ids):
     host, ids = make_two_layer_host(), make_ids(90)
-    assert (
-        read(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters
-        == 2 * 4 * 2 * 16
-    )
+    found = read(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters
+    assert found == 2 * 4 * 2 * 16
     message = "^method 'locas-glu' needs gated FFNs, got GPTNeoXForCausalLM with two-layer ones: use 'locas-mlp'$"
     with pytest.raises(ValueError, match=message):
         read(host, ids, small(r=4, window=32, stride=16))
@@ -519,10 +475,8 @@ def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
     assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", WEIGHTS, RECORD]
     (stage,) = json.loads((folder / RECORD).read_text())["stages"]
     assert stage["perplexity"] == record.perplexity
-    assert (
-        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-        == backbone.NAME
-    )
+    found = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert found == backbone.NAME
     texts = [path.read_text() for path in folder.iterdir() if path.suffix != ".safetensors"]
     assert str(backbone.path()) not in "".join(texts)
 
@@ -588,17 +542,6 @@ def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
-    def fill(self, folder, **options):
-        Path(folder, "half").write_text("half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PeftModel, "save_pretrained", fill)
-    with pytest.raises(OSError, match="No space left"):
-        read(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     read(base, input_ids[:130], small(r=4), out=tmp_path)
@@ -607,21 +550,18 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
         (False, "^--out .* holds a memory"),
         (True, "^r must be 4 as in the memory in '.*', got 8"),
     ):
-        with pytest.raises(
-            ValueError, match=f"{held}: choose another folder, or give --overwrite$"
-        ):
+        message = f"{held}: choose another folder, or give --overwrite$"
+        with pytest.raises(ValueError, match=message):
             read(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
     assert (tmp_path / WEIGHTS).read_bytes() == before
     record = read(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)
     assert find_finished(tmp_path, small(r=8), input_ids[:130]) == record
-    assert (tmp_path / WEIGHTS).read_bytes() != before and (
-        tmp_path / "notes.txt"
-    ).read_text() == "mine"
+    assert (tmp_path / WEIGHTS).read_bytes() != before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, RECORD])
-def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overwrite):
+def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name):
     if name == RECORD:
         (tmp_path / name).symlink_to(tmp_path / "missing")
     elif name == WEIGHTS:
@@ -629,14 +569,12 @@ def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overw
     else:
         (tmp_path / name).write_text("mine")
     message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
-    for use in (
-        lambda: check_vacant(tmp_path, overwrite=overwrite),
-        lambda: read(
-            base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_step=pytest.fail
-        ),
-    ):
+    for overwrite in (False, True):
         with pytest.raises(ValueError, match=message):
-            use()
+            check_vacant(tmp_path, overwrite=overwrite)
+        options = {"overwrite": overwrite, "on_step": pytest.fail}
+        with pytest.raises(ValueError, match=message):
+            read(base, input_ids, small(), out=tmp_path, **options)
     assert os.listdir(tmp_path) == [name]
 
 
@@ -655,9 +593,8 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(
         check_vacant(directory, **options)
 
     monkeypatch.setattr(running, "check_vacant", check)
-    with pytest.raises(
-        ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"
-    ):
+    message = "^--out .* holds a memory: choose another folder, or give --overwrite$"
+    with pytest.raises(ValueError, match=message):
         read(
             base,
             input_ids[:130],
@@ -694,10 +631,8 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
     (
         folder / CHECKPOINT_FOLDER / checkpoint.LOCK
     ).touch()  # of a process that was killed after it had finished
-    assert (
-        find_finished(folder, settings, input_ids[:130]) == record
-        and not (folder / CHECKPOINT_FOLDER).exists()
-    )
+    assert find_finished(folder, settings, input_ids[:130]) == record
+    assert not (folder / CHECKPOINT_FOLDER).exists()
     (folder / RECORD).unlink()
     with pytest.raises(
         ValueError,
@@ -706,7 +641,8 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
         find_finished(folder, settings, input_ids)
 
 
-@pytest.mark.parametrize("move", range(1, 13))
+# The third move puts the whole new folder beside the old files; test_files.py has each move.
+@pytest.mark.parametrize("move", [1, 3, 4, 12])
 def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
     base, input_ids, tmp_path, move
 ):
@@ -725,7 +661,6 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
         with pytest.raises(KeyboardInterrupt):
             read(base, ids, small(r=8), out=folder, overwrite=True)
     shutil.copytree(folder, tmp_path / "copy")
-    # The third move puts the whole new folder beside the old files.
     width = 8 if move > 3 else 4
     assert find_finished(folder, small(r=width), ids).settings.r == width
     with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
@@ -740,9 +675,9 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
     ("method", "given", "number"),
     [
         ("lora", {}, 0),
-        ("locas-glu", {}, 0),
         ("locas-glu", {"readings": 2}, 1),
-        ("locas-glu", {"anchor": 0.3}, 0),
+        # Writing the anchor's text takes seconds.
+        pytest.param("locas-glu", {"anchor": 0.3}, 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -755,10 +690,8 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
     interrupted(base, input_ids, settings, at=4, number=number, **options)
     assert os.listdir(folder) == [CHECKPOINT_FOLDER]
-    with pytest.raises(
-        ValueError,
-        match="^--out .* holds an unfinished reading: go on with --resume, or give --over",
-    ):
+    message = "^--out .* holds an unfinished reading: go on with --resume, or give --over"
+    with pytest.raises(ValueError, match=message):
         read(base, input_ids, settings, **options)
     torch.manual_seed(12345)
     monkeypatch.setattr("locas_peft.model.base_weights._KNOWN", {})  # as in another process
@@ -767,11 +700,8 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
     assert [(chunk.reading, chunk.index) for chunk in seen] == [
         (n, i) for n in range(number + 1) for i in range(8)
     ]
-    assert (parts.nll_nats, parts.curve, parts.perplexities) == (
-        whole.nll_nats,
-        whole.curve,
-        whole.perplexities,
-    )
+    assert parts.nll_nats == whole.nll_nats and parts.curve == whole.curve
+    assert parts.perplexities == whole.perplexities
     assert (folder / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     assert not (folder / CHECKPOINT_FOLDER).exists()
 
@@ -803,12 +733,8 @@ def test_a_full_disk_at_a_checkpoint_does_not_end_the_reading(
     assert caplog.messages == [
         "no checkpoint can be saved (No space left on device); the stage goes on"
     ]
-    assert sorted(os.listdir(tmp_path / "m")) == [
-        "README.md",
-        "adapter_config.json",
-        WEIGHTS,
-        RECORD,
-    ]
+    found = sorted(os.listdir(tmp_path / "m"))
+    assert found == ["README.md", "adapter_config.json", WEIGHTS, RECORD]
 
 
 def test_overwrite_starts_afresh(base, input_ids, tmp_path):
@@ -842,23 +768,8 @@ def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"r": 8}, "r must be 64 as in the checkpoint in '{}', got 8: give the former value, or"),
-        (
-            {"method": "lora"},
-            "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora': give",
-        ),
-        (
-            {"layers_to_transform": "upper"},
-            "layers_to_transform must be None as in the checkpoint in '{}', got 'upp",
-        ),
-        (
-            {"dtype": "bfloat16"},
-            "dtype must be 'float32' as in the checkpoint in '{}', got 'bfloat16': give the former",
-        ),
-        (
-            {"seed": 1},
-            "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose",
-        ),
+        ({"method": "lora"}, "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora"),
+        ({"seed": 1}, "seed must be 0 as in the checkpoint in '{}', got 1: give the former "),
         ({}, "the text must be the one begun in the checkpoint in '{}' (sha256 "),
     ],
     ids=str,
@@ -897,12 +808,8 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
     seen = []
     read(base, input_ids[:130], small(), **options, resume=True, on_step=seen.append)
     assert len(seen) == 3
-    assert sorted(os.listdir(tmp_path / "m")) == [
-        "README.md",
-        "adapter_config.json",
-        WEIGHTS,
-        RECORD,
-    ]
+    found = sorted(os.listdir(tmp_path / "m"))
+    assert found == ["README.md", "adapter_config.json", WEIGHTS, RECORD]
 
 
 def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids, tmp_path):
@@ -960,33 +867,6 @@ def rows_placed(monkeypatch):
 
     monkeypatch.setattr(learning, "place_discriminants", record)
     return calls
-
-
-@pytest.mark.parametrize("resumable", [False, True])
-def test_a_study_that_keeps_no_exchange_saves_nothing(
-    base, tokenizer, input_ids, tmp_path, monkeypatch, resumable
-):
-    monkeypatch.setattr(writing, "is_about", lambda *_: False)
-    out = tmp_path / "memory"
-    place = Place(out=out, checkpoint_dir=out / CHECKPOINT_FOLDER if resumable else None)
-    message = (
-        r"^nothing was studied: the model wrote no usable exchange \(samples: .+\): "
-        "choose a larger model, one with a chat template, or give exchanges$"
-    )
-    with pytest.raises(ValueError, match=message) as caught:
-        stages.study(base, tokenizer, input_ids[:120], study_settings(), place)
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fresh_memory_gets_rows_that_tell_passages_apart(
-    base, tokenizer, input_ids, rows_placed, tmp_path
-):
-    """What a study of a memory that has read must not do (see below)."""
-    place = Place(out=tmp_path / "fresh")
-    record = stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
-    assert rows_placed and record.kept == len(GIVEN)
-    assert load_memory_config(tmp_path / "fresh")["max_slot_norm"] is None
 
 
 def test_a_study_keeps_what_was_read(base, tokenizer, input_ids, rows_placed, tmp_path):

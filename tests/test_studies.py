@@ -1,7 +1,5 @@
 """The studies and `locas eval`: the files that they write, and how they continue after an interruption."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -20,15 +18,14 @@ from locas_peft.evaluation import (
     load_column,
     load_documents,
     load_locomo,
-    run_units,
     runs,
     units,
 )
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.runs import Run, summarize_stage
-from locas_peft.files import load_json, write_json
+from locas_peft.evaluation.runs import Run
+from locas_peft.files import write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow_steps
 from locas_peft.selfstudy import writing
@@ -46,7 +43,7 @@ RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs `locas eval` in an empty folder; returns exit code, stdout and stderr."""
+    """Runs `locas eval`, with words in one text or several; returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, make_samples())
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
@@ -54,9 +51,9 @@ def run(tmp_path, monkeypatch, capsys):
         "He came from the sea and said nothing of it to her.", encoding="utf-8"
     )
 
-    def call(*args) -> tuple[int, str, str]:
+    def call(command: str, *args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main(["eval", *map(str, args)])
+            cli.main(["eval", *command.split(), *map(str, args)])
         captured = capsys.readouterr()
         return ended.value.code, captured.out, captured.err
 
@@ -72,18 +69,8 @@ def locomo_run(tmp_path_factory):
     """One run of the LoCoMo study that several tests look at."""
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
-    args = [
-        "eval",
-        "locomo",
-        str(data),
-        "--out",
-        str(folder / "out"),
-        "--max-new-tokens",
-        "2",
-        *FAST,
-    ]
-    args += ["--anchor", "0", "--setting"]
-    args.append("no-context,evidence,full-context")
+    args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2"]
+    args += [*FAST, "--anchor", "0", "--setting", "no-context,evidence,full-context"]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0
@@ -159,8 +146,8 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     assert teaching["perplexity"] == before["teachings"]["lora"]["talk-1"]["perplexity"]
 
 
-def test_a_folder_of_another_run_is_refused(locomo_run, run, tmp_path):
-    folder, args = locomo_run
+def test_a_folder_of_another_run_is_refused(locomo_run, run):
+    _, args = locomo_run
     code, _, err = run(*args[1:], "--readings", "2")
     assert code == 2
     assert ": readings must be 1 as in the results in " in err.splitlines()[-1]
@@ -175,20 +162,10 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     samples.append({"conversation": {}})
     write_samples(tmp_path, samples)
     code, _, err = run(
-        "locomo",
-        "talks.json",
-        "--setting",
-        "no-context",
-        "--method",
-        "locas-glu",
-        "--out",
-        "o",
-        *FAST,
+        "locomo talks.json --setting no-context --method locas-glu --out o --anchor 0", *FAST
     )
     assert code == 0
-    assert (
-        "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question left out" in err
-    )
+    assert "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question" in err
     assert "talks.json[2].conversation must have a session with turns" in err
     assert len(read(tmp_path / "o/locomo.json")["left_out"]) == 2
 
@@ -196,45 +173,16 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["locomo", "book.txt"], "error: 'book.txt' must be JSON (Expecting value"),
-        (
-            ["locomo", "none.json"],
-            "error: 'none.json' must be an existing JSON file, got none: check the path",
-        ),
-        (
-            ["locomo", "talks.json", "--setting", "half"],
-            "error: setting must be one of no-context, evidence, ",
-        ),
-        (
-            ["locomo", "talks.json", "--conversations", "talk-9"],
-            "error: conversation must be one of talk-1, talk-2",
-        ),
-        (
-            ["locomo", "talks.json", "--method", "lorax"],
-            "error: method must be one of none, lora, locas-glu, ",
-        ),
-        (
-            ["locomo", "talks.json", "--method", "lora,lora"],
-            "error: --method must name each once, got 'lora,lora'",
-        ),
-        (
-            ["forgetting", "book.txt"],
-            "error: something must be measured: give --unread TEXT or --own-answers",
-        ),
-        (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
-        (
-            ["perplexity", "empty"],
-            "error: folder must hold .txt files, got none in 'empty': name another, or a file",
-        ),
-        (
-            ["locomo"],
-            'error: Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help',
-        ),
+        ("locomo talks.json --method lora,lora", "error: --method must name each once, got 'lora,"),
+        ("forgetting book.txt", "error: something must be measured: give --unread TEXT or "),
+        ("perplexity", "error: give either TEXT files or --dataset NAME, one of the two"),
+        ("perplexity empty", "error: folder must hold .txt files, got none in 'empty': name "),
+        ("locomo", 'error: Command "eval locomo" parameter DATA requires an argument: see locas '),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, args, message):
     (tmp_path / "empty").mkdir()
-    code, out, err = run(*args)
+    code, out, err = run(args)
     assert code == 2 and out == ""
     assert err.splitlines()[-1].startswith(message)
     assert not (tmp_path / "locas-eval.json").exists() and "Traceback" not in err
@@ -264,24 +212,10 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     for turn in samples[0]["conversation"]["session_1"]:
         turn["text"] *= 200
     write_samples(tmp_path, samples)
-    settings = ["--window", "32", "--stride", "16", "--device", "cpu"]
-    code, out, _ = run(
-        "locomo",
-        "talks.json",
-        "--setting",
-        "full-context",
-        "--method",
-        "none",
-        "--out",
-        "o",
-        *settings,
-    )
-    assert code == 0
-    assert (
-        "oldest lines left out" in out
-        and "talk-1, full-context" in out
-        and "talk-2, full-context" not in out
-    )
+    settings = "--max-new-tokens 2 --window 32 --stride 16 --device cpu"
+    code, out, _ = run(f"locomo talks.json --setting full-context --method none --out o {settings}")
+    assert code == 0 and "oldest lines left out" in out
+    assert "talk-1, full-context" in out and "talk-2, full-context" not in out
     figures = read(tmp_path / "o/locomo.json")["answers"]["none"]["full-context"]["none"]
     assert figures["dropped_lines"]["talk-1"] > 0 == figures["dropped_lines"]["talk-2"]
 
@@ -289,29 +223,9 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
 def test_memories_that_were_studied_are_asked(run, tmp_path, monkeypatch):
     # The embedded model's questions are seldom about a passage.
     monkeypatch.setattr(writing, "is_about", lambda *_: True)
-    args = [
-        "locomo",
-        "talks.json",
-        "--setting",
-        "no-context",
-        "--max-new-tokens",
-        "2",
-        "--out",
-        "o",
-    ]
-    args += [
-        "--window",
-        "256",
-        "--r",
-        "4",
-        "--device",
-        "cpu",
-        "--method",
-        "none,locas-glu",
-    ]
-    code, _, err = run(
-        *args, "--study", "--exchanges", "1", "--conversations", "talk-1", "--no-wrong-memory"
-    )
+    args = "locomo talks.json --setting no-context --max-new-tokens 2 --out o --window 256 --r 4"
+    args += " --device cpu --method none,locas-glu --study --anchor 0"
+    code, _, err = run(f"{args} --exchanges 1 --conversations talk-1 --no-wrong-memory")
     assert code == 0, err
     figures = read(tmp_path / "o/locomo.json")
     (taught,) = figures["teachings"]["locas-glu"].values()
@@ -321,17 +235,14 @@ def test_memories_that_were_studied_are_asked(run, tmp_path, monkeypatch):
     assert "exchanges" not in figures["methods"]["none"]
     made = read(tmp_path / "o/locomo/memories/locas-glu/talk-1.json")
     assert made["stage"] == "study" and made["asked"] >= made["passages"] > 0
-    code, _, err = run(*args, "--study", "--stride", "64")
+    code, _, err = run(f"{args} --stride 64")
     assert code == 2 and "error: stride has no meaning for a study, got 64: leave it out" in err
     code, _, err = run("perplexity", "book.txt", "--study", "--out", "p")
     assert code != 0 and "--study" in err
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = [
-        *["forgetting", "book.txt", "--unread", "other.txt", "--own-answers", "--out", "o"],
-        *FAST,
-    ]
+    args = ["forgetting book.txt --unread other.txt --own-answers --out o", *FAST]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
@@ -361,19 +272,8 @@ def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatc
     from peft import PeftModel
 
     monkeypatch.setattr(PeftModel, "disable_adapter", lambda self: nullcontext())
-    code, out, _ = run(
-        "forgetting",
-        "book.txt",
-        "--unread",
-        "other.txt",
-        "--method",
-        "lora",
-        "--lr",
-        "0.02",
-        "--out",
-        "o",
-        *FAST,
-    )
+    args = "forgetting book.txt --unread other.txt --method lora --lr 0.02 --out o"
+    code, out, _ = run(args, *FAST)
     assert code == 0 and "differs in other" in out
     assert read(tmp_path / "o/forgetting.json")["after"]["lora"]["disabled_is_before"] is False
 
@@ -409,13 +309,9 @@ def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("command", ["perplexity", "forgetting"])
-def test_a_reading_that_was_interrupted_continues_inside_its_text(
-    run, tmp_path, monkeypatch, command
-):
-    args = [command, "book.txt", "--method", "locas-glu", *FAST]
-    path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
-    args += ["--unread", "other.txt"] if command == "forgetting" else []
+def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path, monkeypatch):
+    args = ["forgetting book.txt --unread other.txt --method locas-glu", *FAST]
+    path = "forgetting/memories/locas-glu.json"
     assert run(*args, "--out", "whole")[0] == 0
     read_text, begun = runs.read, []
 
@@ -432,11 +328,11 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(
 
     monkeypatch.setattr(runs, "read", stopped)
     assert run(*args, "--out", "parts")[0] == 130
-    result = tmp_path / "parts" / command / path
+    result = tmp_path / "parts" / path
     assert (result.with_suffix("") / "checkpoint").exists() and not result.exists()
     assert run(*args, "--out", "parts")[0] == 0
     assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "reported again, not read again"
-    whole, parts = (read(tmp_path / name / command / path) for name in ("whole", "parts"))
+    whole, parts = (read(tmp_path / name / path) for name in ("whole", "parts"))
     assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
     assert not (result.with_suffix("") / "checkpoint").exists()
     assert not list((tmp_path / "parts").rglob("*.lock"))
@@ -492,30 +388,6 @@ def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_repo
     assert len(plots) == 2 and all(f"({name})" in text for name in plots)
 
 
-@pytest.mark.parametrize("method", ["lora", "locas-glu"])
-def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
-    base, tokenizer = backbone.load()
-    base.requires_grad_(False)
-    weights = {name: value.clone() for name, value in base.state_dict().items()}
-    ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
-    settings = complete(ReadSettings(method=method, window=32, stride=16, r=4, readings=2))
-    unit = Run(base, tokenizer, {}, tmp_path).learning(ids, settings, tmp_path / "memory.json")
-    run_units([unit])
-    found = summarize_stage(load_json(unit.path))
-    assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
-    assert found["scored_tokens"] == 2 * (len(ids) - 1) and found["parameters"] > 0
-    stamp = (tmp_path / "memory" / "record.json").stat().st_mtime_ns
-    run_units([unit])
-    assert (tmp_path / "memory" / "record.json").stat().st_mtime_ns == stamp
-    with memory_attached(base, tmp_path / "memory") as model, torch.no_grad():
-        changed = model(ids.unsqueeze(0)).logits
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert base.state_dict().keys() == weights.keys()
-    assert all(torch.equal(weights[name], value) for name, value in base.state_dict().items())
-    with torch.no_grad():
-        assert not torch.equal(base(ids.unsqueeze(0)).logits, changed)
-
-
 def test_progress_begins_anew_with_each_reading():
     shown = []
 
@@ -566,9 +438,8 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
     assert found["n"] == 2 and own < other
     assert run_transfer(texts) == found
-    with pytest.raises(
-        ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "
-    ):
+    message = r"^texts must be \['own', 'other'\] as in the results in "
+    with pytest.raises(ValueError, match=message):
         run_transfer({"own": texts["own"]})
     (tmp_path / "transfer" / "memories" / "other" / EXCHANGES).write_text("")  # of a study
     run_transfer({"own": texts["own"]}, overwrite=True)
@@ -580,9 +451,8 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     assert load_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
     assert load_documents([str(tmp_path)], limit=1) == {"a": "first"}
-    with pytest.raises(
-        ValueError, match=r"^documents must have different names, got 'a' twice: rename "
-    ):
+    message = r"^documents must have different names, got 'a' twice: rename "
+    with pytest.raises(ValueError, match=message):
         load_documents([str(tmp_path), str(tmp_path / "a.txt")])
     rows = tmp_path / "rows"
     rows.mkdir()
@@ -590,7 +460,6 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     (rows / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert load_column(str(rows), "test", "text") == {"test-0": "one", "test-2": "three"}
     assert load_column(str(rows), "test", "text", limit=1) == {"test-0": "one"}
-    with pytest.raises(
-        ValueError, match="^column must be one of text, got 'words': choose one of them$"
-    ):
+    message = "^column must be one of text, got 'words': choose one of them$"
+    with pytest.raises(ValueError, match=message):
         load_column(str(rows), "test", "words")
