@@ -61,7 +61,7 @@ def logits_of(model, name) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
 def test_each_of_two_memories_is_saved_whole(names, family, tmp_path):
     model = make_pair(names, family)
     model.save_pretrained(tmp_path)

@@ -1,7 +1,5 @@
 """The cached context: attention sinks, the restart of its positions, and the token that every window begins with."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -45,18 +43,6 @@ def test_the_first_and_the_last_tokens_are_kept(monkeypatch):
     kept = feed(SlidingCache(host, keep=5), ids[:, :16], 8)[-1]
     assert kept.shape[-2] == 8
     torch.testing.assert_close(kept[..., :3, :], everything[..., :3, :])
-
-
-def test_the_context_is_fed_again_when_the_positions_reach_the_restart():
-    host, ids = CausalLM(make_model("plain")), make_ids(40)[None]
-    cache = SlidingCache(host, keep=7, restart=24)
-    for stop in range(8, 41, 8):
-        logits = cache.forward(ids[:, max(0, stop - 15) : stop], 8)
-        assert cache._fed[1] <= 24
-        cache.advance()
-    fresh = SlidingCache(host, keep=7, restart=24)
-    again = fresh.forward(ids[:, 25:40], 8)
-    assert logits.shape == again.shape == (1, 8, host.vocabulary)
 
 
 @pytest.mark.parametrize("context", ["recompute", "cache"])

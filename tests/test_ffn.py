@@ -96,9 +96,8 @@ def test_a_family_from_outside_is_one_row(monkeypatch):
 
 def test_wrong_part_names_are_refused_by_one_random_token():
     swapped = {**ODD_PARTS, "gate": "reader", "up": "keeper"}
-    with pytest.raises(
-        ValueError, match=r"computes something other than down\(act\(gate\) \* up\) of its parts"
-    ):
+    message = r"computes something other than down\(act\(gate\) \* up\) of its parts"
+    with pytest.raises(ValueError, match=message):
         get_peft_model(make_odd_host(), LocasConfig(r=4, ffn_parts=swapped))
 
 
@@ -148,10 +147,8 @@ class Tower(nn.Module):
 
 
 def test_towers_of_other_modalities_get_no_memory():
-    assert list(find_ffns(Tower())) == [
-        "language_model.model.layers.0.mlp",
-        "language_model.model.layers.1.mlp",
-    ]
+    found = list(find_ffns(Tower()))
+    assert found == ["language_model.model.layers.0.mlp", "language_model.model.layers.1.mlp"]
 
 
 @pytest.mark.parametrize("layers", [[1], 1])
@@ -173,10 +170,8 @@ def test_ffns_are_found_under_adapters():
     inject_adapter_in_model(LoraConfig(target_modules=["gate_proj", "down_proj"]), host)
     assert list(find_ffns(host)) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     model = get_peft_model(make_host("opt"), LocasConfig(r=4))
-    assert list(find_ffns(model.get_base_model())) == [
-        "model.decoder.layers.0.fc2",
-        "model.decoder.layers.1.fc2",
-    ]
+    found = list(find_ffns(model.get_base_model()))
+    assert found == ["model.decoder.layers.0.fc2", "model.decoder.layers.1.fc2"]
 
 
 @pytest.mark.parametrize(
@@ -206,14 +201,6 @@ def test_narrow_undoes_widen_bit_for_bit(family):
     assert all(torch.equal(p, alone[name]) for name, p in host.state_dict().items())
 
 
-def test_padding_adds_nothing():
-    host = make_host("phi3")
-    expected = host(make_tokens()).logits
-    for ffn in find_ffns(host).values():
-        ffn.pad(32)
-    torch.testing.assert_close(host(make_tokens()).logits, expected, rtol=0, atol=1e-6)
-
-
 def test_verification_leaves_modes_and_the_global_generator_alone():
     host = make_host("gpt2").train()
     host.transformer.h[0].mlp.dropout.eval()
@@ -224,10 +211,8 @@ def test_verification_leaves_modes_and_the_global_generator_alone():
 
 
 def test_host_ffn_names_what_is_missing():
-    with pytest.raises(
-        ValueError,
-        match=r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader",
-    ):
+    message = r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader"
+    with pytest.raises(ValueError, match=message):
         HostFFN(OddFFN(), FFNParts(up="up_proj", down="down_proj"), "mlp")
 
 

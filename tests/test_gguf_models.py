@@ -1,7 +1,5 @@
 """Models out of GGUF files."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import functools
@@ -184,9 +182,13 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage)
 
 @needs_gguf
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("failing", ["cached_assets_path", "FileLock", "staged"])
 @pytest.mark.parametrize(
-    "error", [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "full")]
+    ("failing", "error"),
+    [
+        ("cached_assets_path", PermissionError(errno.EACCES, "no")),
+        ("FileLock", PermissionError(errno.EACCES, "no")),
+        ("staged", OSError(errno.ENOSPC, "full")),
+    ],
 )
 def test_where_nothing_can_be_kept_the_file_itself_is_loaded(
     tmp_path, assets, converted, monkeypatch, failing, error
@@ -241,10 +243,10 @@ def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
     input_ids = tokenize(tokenizer, "A lighthouse that does not exist.")
     read(model, input_ids, settings, Place(out=tmp_path / "memory"))
     card = (tmp_path / "memory" / "README.md").read_text()
-    assert (
+    loading = (
         f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})"
-        in card
     )
+    assert loading in card
 
 
 # ---------------------------------------------------------------------- bad input
@@ -321,9 +323,8 @@ def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
 
     loaded = load_memory(base, tmp_path / "memory").eval()
     with torch.no_grad():
-        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned) and not torch.equal(
-            learned, before
-        )
+        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned)
+        assert not torch.equal(learned, before)
         with loaded.disable_adapter():
             assert torch.equal(loaded(ids.unsqueeze(0)).logits, before), "the base is as it was"
         exact = copy.deepcopy(

@@ -3,8 +3,6 @@
 `test_hostile_files.py` has the files that are refused.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -135,12 +133,8 @@ def test_fields_that_a_memory_does_not_have(tmp_path):
 
 def test_a_memory_describes_itself(memory):
     found = loading.describe_memory(memory)
-    assert (found["peft_type"], found["r"], found["init"], found["dtype"]) == (
-        "LOCAS",
-        4,
-        "topk",
-        "float32",
-    )
+    assert found["peft_type"] == "LOCAS" and found["r"] == 4 and found["init"] == "topk"
+    assert found["dtype"] == "float32"
     assert found["parameters"] == 6 * (3 * 4 * 256 + 3)
     assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
     assert [layer["name"] for layer in found["layers"]] == [
@@ -178,12 +172,6 @@ def test_damaged_memories(memory, tmp_path):
         ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"
     ):
         loading.describe_memory(tmp_path)
-    whole = (memory / "adapter_model.safetensors").read_bytes()
-    (tmp_path / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        ValueError, match=r"is truncated or not a safetensors file .*: copy or save it again\.$"
-    ):
-        loading.describe_memory(tmp_path)
 
 
 def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, tmp_path):
@@ -191,9 +179,8 @@ def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, 
     base, weights = load_base(device="cpu")[0], tmp_path / "adapter_model.safetensors"
     tensors = load_file(weights)
     weights.unlink()
-    with pytest.raises(
-        ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"
-    ):
+    message = "has no adapter_model.safetensors: copy or save the memory again$"
+    with pytest.raises(ValueError, match=message):
         loading.load_memory(base, tmp_path)
     assert not hasattr(base, "peft_config")
     torch.save(

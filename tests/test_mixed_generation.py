@@ -70,10 +70,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen3_moe"])
-def test_options_of_generation(family, options):
-    check_rows(make_mixed(family), make_tokens(3, 6), **options)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("llama", name) for name in OPTIONS),
+        *((f, "beams and returns") for f in ("opt", "qwen3_moe")),
+    ],
+)
+def test_options_of_generation(family, name):
+    check_rows(make_mixed(family), make_tokens(3, 6), **OPTIONS[name])
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])

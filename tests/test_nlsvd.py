@@ -28,11 +28,8 @@ def make_memory(d=12, r=8, layers=(), seed=0, dtype=torch.float64):
 def test_probes_are_orthonormal_and_the_memory_answers_at_them(d, r, rank):
     key, value = make_memory(d, r, layers=(3,))
     reduced = nl_svd(key, value, rank)
-    assert (
-        reduced.key.shape == (3, d, rank)
-        and reduced.value.shape == (3, rank, d)
-        and reduced.kept.all()
-    )
+    assert reduced.key.shape == (3, d, rank) and reduced.value.shape == (3, rank, d)
+    assert reduced.kept.all()
     torch.testing.assert_close(
         reduced.key.mT @ reduced.key, torch.eye(rank).double().expand(3, -1, -1), **EXACT
     )
@@ -140,47 +137,20 @@ def test_directions_that_are_not_there_give_zero_slots():
     assert wide.kept.tolist() == [True] * 4 + [False] * 2 and wide.key.shape == (4, 6)
 
 
-def test_the_error_falls_with_the_rank():
-    key, value = make_memory(24, 16)
-    key = key + 2 * key.mean(dim=1, keepdim=True)
-    inputs = normalize(key, dim=0).mT  # where written slots were written
-    errors = [
-        (recall(*nl_svd(key, value, rank)[:2], inputs) - recall(key, value, inputs)).norm().item()
-        for rank in (1, 4, 16)
-    ]
-    assert errors[0] > errors[1] > errors[2]
-
-
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (
-            lambda k, v: (k.bfloat16(), v.bfloat16(), 4),
-            TypeError,
-            "key must be float32 or float64",
-        ),
-        (
-            lambda k, v: (k, v.half(), 4),
-            TypeError,
-            "value must be float32 or float64, got torch.float16",
-        ),
+        (lambda k, v: (k.bfloat16(), v.bfloat16(), 4), TypeError, "key must be float32 or float64"),
+        (lambda k, v: (k, v.half(), 4), TypeError, "value must be .*, got torch.float16"),
         (
             lambda k, v: (k, v.float(), 4),
             TypeError,
-            "must have one dtype, got torch.float64 and torch.float32",
+            "one dtype, got torch.float64 and torch.float32",
         ),
-        (
-            lambda k, v: (k, v, 9),
-            ValueError,
-            "rank must be at most the memory's width 8, got 9: lower it",
-        ),
+        (lambda k, v: (k, v, 9), ValueError, "rank must be at most the memory's width 8, got 9:"),
         (lambda k, v: (k, v, 0), ValueError, "rank must be at least 1, got 0: raise it"),
         (lambda k, v: (k, v, 4.0), TypeError, "rank must be an int, got float"),
-        (
-            lambda k, v: (k.mT, v, 4),
-            ValueError,
-            r"got \[8, 12\] and \[8, 12\]: transpose one of them",
-        ),
+        (lambda k, v: (k.mT, v, 4), ValueError, r"got \[8, 12\] and \[8, 12\]: transpose one of"),
         (lambda k, v: (k, v * float("nan"), 4), ValueError, "key and value must be finite"),
         (lambda k, v: (k, v * 0, 4), ValueError, "got an empty memory: write one first"),
     ],

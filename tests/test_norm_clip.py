@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-import transformers as tf
-from accelerate import Accelerator
 from datasets import Dataset
 from families import change_config, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
@@ -68,9 +66,8 @@ def test_projection_is_the_paper_s():
 
 
 def test_flattened_rows_are_refused():
-    with pytest.raises(
-        ValueError, match=r"whole rows of a memory, got a flattened part of shape \[12\]: use FSDP2"
-    ):
+    message = r"whole rows of a memory, got a flattened part of shape \[12\]: use FSDP2"
+    with pytest.raises(ValueError, match=message):
         clip_norms_([torch.ones(12)], [-1], max_norm=1.0)
 
 
@@ -90,25 +87,13 @@ def test_grouped_clip_is_bit_identical_to_one_weight_at_a_time(dtype):
         assert torch.equal(weight, single) and torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
-def test_bare_loop(family, optimizer):
-    model = make_model(family)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "NAdam"])
+def test_bare_loop(optimizer):
+    model = make_model("opt")
     train(
         model,
         getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=3.0),
     )
-    assert_clipped(model)
-
-
-def test_closures_and_user_made_optimizers():
-    class Mine(torch.optim.SGD):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    model = make_model()
-    optimizer = Mine(model.parameters(), lr=50.0)
-    train(model, optimizer)
     assert_clipped(model)
 
 
@@ -136,23 +121,6 @@ def test_copies_are_clipped_too(how):
     model = how(make_model())
     train(model, torch.optim.SGD(model.parameters(), lr=50.0))
     assert_clipped(model)
-
-
-def test_parameters_of_several_optimizers_and_memories_are_clipped():
-    model = make_model()
-    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_weights="gaussian"))
-    first, second = (
-        [p for n, p in model.named_parameters() if f".{name}." in n]
-        for name in ("default", "second")
-    )
-    train(model, torch.optim.SGD(first, lr=50.0))
-    assert_clipped(model)
-    model.set_adapter("second")
-    before = slot_norms(model)
-    train(model, torch.optim.SGD(second, lr=50.0))
-    use(model)
-    assert slot_norms(model, "second").max() <= 1 + 1e-6
-    assert torch.equal(slot_norms(model), before)
 
 
 def test_weights_that_were_replaced_are_clipped():
@@ -194,7 +162,6 @@ def clip_all(model, radius=1.0):
         clip_norms_(weights, [-1] * (len(weights) - 1) + [-2], radius)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
@@ -206,7 +173,9 @@ def clip_all(model, radius=1.0):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)], ids=str
+)
 def test_a_bare_loop_has_the_bits_of_a_clip_after_each_step(family, optimizer, options, dtype):
     models = []
     for clips_itself in (True, False):
@@ -445,28 +414,6 @@ def test_a_loaded_memory_with_longer_rows_keeps_its_function(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------- trainers
-
-
-def test_accelerate():
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3.0))
-    for _ in range(3):
-        accelerator.backward(model(input_ids=make_tokens(), labels=make_tokens()).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_clipped(accelerator.unwrap_model(model))
-
-
-def test_transformers_trainer(tmp_path):
-    model = make_model()
-    rows = [{"input_ids": row, "labels": row} for row in make_tokens(8).tolist()]
-    arguments = tf.TrainingArguments(
-        tmp_path, max_steps=4, learning_rate=1.0, per_device_train_batch_size=4, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    tf.Trainer(model, arguments, train_dataset=Dataset.from_list(rows)).train()
-    assert_clipped(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL uses names that transformers has renamed

@@ -1,7 +1,5 @@
 """Output to any terminal or pipe: a character that its encoding lacks is replaced, and nothing stops."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -17,7 +15,7 @@ from locas_peft import backbone
 from locas_peft.library import Library
 from locas_peft.stages import ReadSettings
 
-ENCODINGS = ["ascii", "cp1252", "iso8859_15", "shift_jis", "utf-8"]
+ENCODINGS = ["ascii", "cp1252", "utf-8"]
 NAMES = ["Jos\u00e9", "\u674e\u660e", "plain"]
 SETTINGS = ReadSettings(r=4, window=64, stride=32, anchor=0.0)
 TEXT = "The lamp on the rock at Skarn was lit by Old Peder, the keeper. " * 4

@@ -446,8 +446,6 @@ def family_cases(head: str, task_type: str, families=FIVE, topk=(), slow=()) -> 
 
 _toy_configs = {
     "Toy all": ("Toy", {}),
-    "Toy one": ("Toy", {"target_modules": ["lin0"]}),
-    "Toy regex": ("Toy", {"target_modules": ".*ffn1"}),
     "Toy ranks": ("Toy", {"target_modules": ["lin0", "ffn1"], "rank_pattern": {"ffn1": 2}}),
     "Toy modules_to_save": ("Toy", {"target_modules": ["lin0"], "modules_to_save": ["lin1"]}),
     "ToyPlain all": ("ToyPlain", {}),
@@ -536,7 +534,7 @@ MATRIX = {
     },
     "TestPeftCustomModel": {
         _BY_TOY: TOY_CASES,
-        "test_adapter_dtype_autocast": TOY_CASES[::5],  # 12 pairs of dtypes each
+        "test_adapter_dtype_autocast": TOY_CASES[:4:3],  # 12 pairs of dtypes each
         ("config0",): [trained(target_modules=["lin0"])],
         **_BY_CLASS,
     },

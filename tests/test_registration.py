@@ -27,12 +27,10 @@ def test_added_member_is_a_member():
     member = add_member(Colour, "BLUE")
     assert Colour.BLUE is Colour("BLUE") is Colour["BLUE"] is member
     assert list(Colour) == ["RED", "BLUE"]
-    assert (
-        member == "BLUE" and hash(member) == hash("BLUE") and member.value == member.name == "BLUE"
-    )
-    assert repr(member) == "<Colour.BLUE: 'BLUE'>" and str(member) == str(Colour.RED).replace(
-        "RED", "BLUE"
-    )
+    assert member == "BLUE" and hash(member) == hash("BLUE")
+    assert member.value == member.name == "BLUE"
+    assert repr(member) == "<Colour.BLUE: 'BLUE'>"
+    assert str(member) == str(Colour.RED).replace("RED", "BLUE")
     assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) is member
     assert add_member(Colour, "BLUE") is member and len(Colour) == 2
     with pytest.raises(ValueError):
@@ -80,7 +78,9 @@ def import_with_peft(change: str, *options: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("version", ["0.22.0", "1.0.0.dev0", "0.22.0rc1"])
+@pytest.mark.parametrize(
+    "version", ["1.0.0.dev0", pytest.param("0.22.0rc1", marks=pytest.mark.slow)]
+)
 def test_a_newer_peft_is_used_with_one_line(version):
     process = import_with_peft(f"peft.__version__ = {version!r}")
     assert (process.returncode, process.stdout) == (0, "LOCAS\n")
@@ -102,7 +102,6 @@ def test_a_tested_peft_is_used_without_a_word():
             "import peft.utils; peft.utils.register_peft_method = lambda name, classes: None",
             "register_peft_method has no config_cls",
         ),
-        ("import peft.utils; del peft.utils.register_peft_method", "cannot import name"),
         ("import peft.tuners.tuners_utils as u; del u.BaseTuner", "cannot import name 'BaseTuner'"),
     ],
 )

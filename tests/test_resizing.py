@@ -63,30 +63,6 @@ def test_the_refit_is_the_least_squares_solution():
     assert torch.stack(left).argmin() == slots[0]
 
 
-def test_the_refit_of_layers_is_each_layers_own():
-    generator = torch.Generator().manual_seed(0)
-    activation, value = (
-        torch.randn(2, 40, 6, generator=generator),
-        torch.randn(2, 6, 5, generator=generator),
-    )
-    slots, fitted = refit_slots(activation.mT @ activation, value, 3)
-    for place in range(2):
-        alone = refit_slots(activation[place].T @ activation[place], value[place], 3)
-        assert torch.equal(slots[place], alone[0])
-        torch.testing.assert_close(fitted[place], alone[1], rtol=1e-4, atol=1e-5)
-
-
-def test_more_slots_say_more():
-    ids = make_tokens(4, 32)
-    errors = []
-    for rank in (2, 4, 6):
-        model = make_memory("llama")
-        expected = logits(model, ids)
-        compress(model, rank, batches=[ids])
-        errors.append((logits(model, ids) - expected).norm().item())
-    assert errors[0] > errors[1] > errors[2]
-
-
 def test_padding_does_not_count():
     ids = make_tokens(2, 16)
     mask = torch.ones_like(ids)
@@ -135,28 +111,12 @@ def test_bad_input_leaves_the_memory_as_it_was():
     model = make_memory("llama")
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     for arguments, error, message in [
-        (
-            {"rank": 9, "batches": [ids]},
-            ValueError,
-            "rank must be at most the memory's width 8, got 9: lower it",
-        ),
+        ({"rank": 9, "batches": [ids]}, ValueError, "rank must be at most .* 8, got 9: lower it"),
         ({"rank": 0, "batches": [ids]}, ValueError, "rank must be at least 1, got 0: raise it"),
         ({"rank": 2.0, "batches": [ids]}, TypeError, "rank must be an int, got float"),
-        (
-            {"rank": 4},
-            ValueError,
-            "NL-SVD needs a memory of two layers, got one with gates: give batches",
-        ),
-        (
-            {"rank": 4, "batches": []},
-            ValueError,
-            "batches must hold a text that the memory 'default' is active on",
-        ),
-        (
-            {"rank": 4, "adapter_name": "other"},
-            ValueError,
-            "no single LOCAS memory 'other' to compress",
-        ),
+        ({"rank": 4}, ValueError, "a memory of two layers, got one with gates: give batches"),
+        ({"rank": 4, "batches": []}, ValueError, "a text that the memory 'default' is active on"),
+        ({"rank": 4, "adapter_name": "other"}, ValueError, "memory 'other' to compress"),
     ]:
         with pytest.raises(error, match=message):
             compress(model, **arguments)
@@ -177,17 +137,21 @@ def test_memories_that_cannot_be_compressed_are_refused():
     merged.merge_adapter()
     with pytest.raises(ValueError, match="is merged: call unmerge_adapter"):
         compress(merged, 2)
-    with pytest.raises(
-        ValueError, match=r"no single LOCAS memory that is active \(active: none\) to c"
-    ):
+    message = r"no single LOCAS memory that is active \(active: none\) to c"
+    with pytest.raises(ValueError, match=message):
         compress(make_host("gpt2"), 2)
 
 
 # Growing
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
-@pytest.mark.parametrize("strategy", ["topk", "bottomk", "random", "gaussian", "activation"])
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        *(("llama", name) for name in ("topk", "bottomk", "random", "gaussian", "activation")),
+        *((name, "topk") for name in ("phi3", "gpt_neox", "opt", "gpt2")),
+    ],
+)
 def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp_path):
     model = get_peft_model(make_host(family), LocasConfig(r=4, init_weights=strategy))
     ids = make_tokens()
@@ -202,9 +166,8 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
         assert torch.equal(down[:, :4], weights[-1]) and not down[:, 4:].any()
         for new in rows:
             torch.testing.assert_close(new[4:].norm(dim=1), torch.ones(3))
-            assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (
-                torch.cdist(new[4:], new[4:]) > 1e-3
-            ).sum() == 6
+            assert (torch.cdist(new[4:], new[:4]) > 1e-3).all()
+            assert (torch.cdist(new[4:], new[4:]) > 1e-3).sum() == 6
     teach(model, ids)
     assert all(weights_in(layer)[-1][:, 4:].any() for layer in list_layers(model))
     model.save_pretrained(tmp_path)
@@ -226,9 +189,8 @@ def test_every_new_row_of_a_wide_memory_is_another_token():
         rows = weights_in(layer)[0]
         assert (torch.cdist(rows, rows) + torch.eye(300) > 1e-3).all()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match="^batches must have at least 320 tokens .*'activation', got 80"
-    ):
+    message = "^batches must have at least 320 tokens .*'activation', got 80"
+    with pytest.raises(ValueError, match=message):
         grow(model, 320, batches=[make_tokens(2, 40)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -244,30 +206,12 @@ def teach(model, ids):
 @pytest.mark.parametrize(
     ("config", "rank", "batches", "error", "message"),
     [
-        (
-            {},
-            4,
-            [],
-            ValueError,
-            "^rank must be above the memory's width 4, got 4: raise it, or use compress",
-        ),
-        (
-            {},
-            25,
-            [],
-            ValueError,
-            "^rank must be at most the host's width 24 where slots are cloned, got 25",
-        ),
+        ({}, 4, [], ValueError, "^rank must be above the memory's width 4, got 4: raise it, or"),
+        ({}, 25, [], ValueError, "^rank must be at most .* 24 where slots are cloned, got 25"),
         ({}, "8", [], TypeError, "^rank must be an int, got str"),
         ({}, 8, None, ValueError, "^batches must be given for init_weights='topk': give a text"),
         ({}, 8, [], ValueError, "^calibration saw no tokens"),
-        (
-            {"init_weights": "write"},
-            8,
-            None,
-            ValueError,
-            "is written while reading: SlotWriter fills its slots",
-        ),
+        ({"init_weights": "write"}, 8, None, ValueError, "while reading: SlotWriter fills its"),
     ],
 )
 def test_what_cannot_grow_is_refused_and_unchanged(config, rank, batches, error, message):
@@ -283,14 +227,11 @@ def test_what_cannot_grow_is_refused_and_unchanged(config, rank, batches, error,
 
 def test_an_empty_or_a_merged_memory_does_not_grow():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4))
-    with pytest.raises(
-        ValueError, match="^the memory 'default' is empty: set r in its config, or calibrate it"
-    ):
+    message = "^the memory 'default' is empty: set r in its config, or calibrate it"
+    with pytest.raises(ValueError, match=message):
         grow(model, 8, batches=[make_tokens()])
     calibrate(model, [make_tokens()])
     model.merge_adapter()
-    with pytest.raises(
-        ValueError,
-        match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it grows",
-    ):
+    message = r"^the memory 'default' is merged: call unmerge_adapter\(\) before it grows"
+    with pytest.raises(ValueError, match=message):
         grow(model, 8, batches=[make_tokens()])

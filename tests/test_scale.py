@@ -8,7 +8,6 @@ import pytest
 import torch
 from families import make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from training import make_ids
 
@@ -81,14 +80,15 @@ def perplexity_while_learning(host, strategy="topk", ids=None, window=16, rate=0
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [(family, "topk") for family in ("llama", "phi3", "gpt_neox", "opt")]
-    + [
-        ("llama", "activation"),
+    [
+        *((family, "topk") for family in ("llama", "phi3", "opt")),
         ("llama", "gaussian"),
-        ("gpt_neox", "activation"),
-        ("opt", "gaussian"),
-    ]
-    + [("gpt_neox", "write"), ("opt", "write")],
+        ("gpt_neox", "write"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gpt_neox", "topk"), ("llama", "activation"), ("opt", "write"))
+        ),
+    ],
 )
 def test_hosts_with_one_function_learn_the_same(family, strategy):
     host = make_host(family)
@@ -216,10 +216,8 @@ def test_files_from_before_the_measured_scale_load_as_the_papers(tmp_path):
         )
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=make_tokens()).logits, expected)
-        assert (
-            loaded.peft_config["default"].output_scale == "paper"
-            and uncalibrated_memories(loaded) == []
-        )
+        assert loaded.peft_config["default"].output_scale == "paper"
+        assert uncalibrated_memories(loaded) == []
 
 
 def test_a_file_that_lacks_the_scale_of_one_layer_is_refused(tmp_path):
@@ -252,20 +250,6 @@ def test_learning_in_bf16_is_learning_in_float32(family):
         }
         losses.append(math.exp(last - first))
     assert losses[0] < 0.9 and losses[1] == pytest.approx(losses[0], rel=0.1)
-
-
-def test_a_state_carries_its_scales_to_another_model():
-    model = get_peft_model(make_host("gpt2"), LocasConfig(r=4))
-    calibrate(model, [make_tokens()])
-    fresh = get_peft_model(make_host("gpt2"), LocasConfig(r=4))
-    set_peft_model_state_dict(fresh, get_peft_model_state_dict(model))
-    for layer, other in zip(list_layers(model), list_layers(fresh), strict=True):
-        assert layer.locas_input_scale["default"] == other.locas_input_scale["default"] > 0
-        assert layer.locas_tau["default"] == other.locas_tau["default"]
-    assert (
-        uncalibrated_memories(fresh) == []
-        and fresh.peft_config["default"].output_scale == "measured"
-    )
 
 
 def test_a_memory_that_waits_is_calibrated_beside_one_that_has_learned():

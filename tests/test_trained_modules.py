@@ -84,7 +84,7 @@ FIELDS = [
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", EMBEDDINGS)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
@@ -111,8 +111,9 @@ def test_new_tokens_and_modules_of_a_resized_base(family, tied, fields, folders,
         assert error < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "autocast_adapter_dtype"), [(torch.bfloat16, True), (torch.float16, False)]
+)
 @pytest.mark.parametrize("fields", FIELDS[:2] + FIELDS[4:5], ids=str)
 def test_loading_in_low_memory_is_exact(dtype, autocast_adapter_dtype, fields, folders, tmp_path):
     folder = folders["llama", False]
@@ -263,9 +264,8 @@ def test_memories_that_train_one_module_are_not_active_together(folders):
     fields = ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]})
     model, says = make_pair(folders["llama", False], fields)
     model.set_adapter("one")
-    with pytest.raises(
-        ValueError, match="Only one adapter can be set at a time .* lm_head"
-    ) as raised:
+    message = "Only one adapter can be set at a time .* lm_head"
+    with pytest.raises(ValueError, match=message) as raised:
         model.base_model.set_adapter(["one", "two"])
     assert "\n" not in str(raised.value)
     assert torch.equal(logits(model, tokens(5, 6)), says["one"])

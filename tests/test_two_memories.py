@@ -149,6 +149,10 @@ def test_one_of_two_active_memories_is_merged(family, merged):
 def test_what_is_said_after_the_last_memory_is_deleted():
     model = make_two("llama")
     model.delete_adapter("one")
+    layer = list_layers(model)[0]
+    scales = (layer.locas_tau, layer.locas_input_scale, layer.locas_config)
+    assert not any("one" in entries for entries in scales)
+    assert not any("one" in name.split(".") for name in model.state_dict())
     model.delete_adapter("two")
     base = logits(make_host("llama"))
     assert model.active_adapters == [] and not model.peft_config

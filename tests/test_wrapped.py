@@ -144,7 +144,7 @@ def test_a_memory_of_a_wrapped_model_is_calibrated(family, which, depth, ran):
 @pytest.mark.parametrize("family", GATED_AND_FLAT)
 @pytest.mark.parametrize(("which", "depth"), CASES)
 @pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
-def test_a_memory_of_a_wrapped_model_learns_and_is_merged(family, which, depth, later, tmp_path):
+def test_a_memory_of_a_wrapped_model_learns_and_is_merged(family, which, depth, later):
     ids = make_tokens()
 
     if family == "opt" and later and (which, depth) == ("checkpoint", "ffn"):
