@@ -1,75 +1,40 @@
 """A LoCoMo file made by hand: two short conversations, each category once or more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 
 def make_sample(sample_id: str = "talk-1", pet: str = "grey parrot", city: str = "Lisbon") -> dict:
-    return {
-        "sample_id": sample_id,
-        "conversation": {
-            "speaker_a": "Ida",
-            "speaker_b": "Ben",
-            "session_1_date_time": "9:00 am on 1 March, 2023",
-            "session_1": [
-                {
-                    "speaker": "Ida",
-                    "dia_id": "D1:1",
-                    "text": f"I bought a {pet}  yesterday, and a cage.",
-                },
-                {
-                    "speaker": "Ben",
-                    "dia_id": "D1:2",
-                    "text": "Lovely! I baked bread.",
-                    "blip_caption": "a loaf",
-                },
-            ],
-            "session_2_date_time": "8:30 pm on 4 April, 2023",
-            "session_2": [
-                {"speaker": "Ben", "dia_id": "D2:1", "text": f"We moved to {city} last week."},
-                {
-                    "speaker": "Ida",
-                    "dia_id": "D2:2",
-                    "text": "Paint the kitchen blue, it calms everybody.",
-                },
-            ],
-        },
-        "qa": [
-            {
-                "question": "What did Ida buy?",
-                "answer": f"{pet}, cage",
-                "evidence": ["D1:1"],
-                "category": 1,
-            },
-            {
-                "question": "When did they move?",
-                "answer": "March 2023",
-                "evidence": ["D2:1"],
-                "category": 2,
-            },
-            {
-                "question": "What calms?",
-                "answer": "Blue; a colour",
-                "evidence": ["D2:2"],
-                "category": 3,
-            },
-            {
-                "question": "Where to did Ben move?",
-                "answer": city.upper(),
-                "evidence": ["D2:1; D1:2"],
-                "category": 4,
-            },
-            {"question": "How many loaves?", "answer": 1, "evidence": ["D1:2"], "category": 4},
-            {
-                "question": "What did Ben buy?",
-                "adversarial_answer": pet,
-                "evidence": ["D1:1"],
-                "category": 5,
-            },
+    def say(dia_id: str, speaker: str, text: str, **more: str) -> dict:
+        return {"speaker": speaker, "dia_id": dia_id, "text": text, **more}
+
+    def ask(category: int, question: str, answer: object, evidence: str) -> dict:
+        key = "adversarial_answer" if category == 5 else "answer"
+        return {"question": question, key: answer, "evidence": [evidence], "category": category}
+
+    conversation = {
+        "speaker_a": "Ida",
+        "speaker_b": "Ben",
+        "session_1_date_time": "9:00 am on 1 March, 2023",
+        "session_1": [
+            say("D1:1", "Ida", f"I bought a {pet}  yesterday, and a cage."),
+            say("D1:2", "Ben", "Lovely! I baked bread.", blip_caption="a loaf"),
+        ],
+        "session_2_date_time": "8:30 pm on 4 April, 2023",
+        "session_2": [
+            say("D2:1", "Ben", f"We moved to {city} last week."),
+            say("D2:2", "Ida", "Paint the kitchen blue, it calms everybody."),
         ],
     }
+    questions = [
+        ask(1, "What did Ida buy?", f"{pet}, cage", "D1:1"),
+        ask(2, "When did they move?", "March 2023", "D2:1"),
+        ask(3, "What calms?", "Blue; a colour", "D2:2"),
+        ask(4, "Where to did Ben move?", city.upper(), "D2:1; D1:2"),
+        ask(4, "How many loaves?", 1, "D1:2"),
+        ask(5, "What did Ben buy?", pet, "D1:1"),
+    ]
+    return {"sample_id": sample_id, "conversation": conversation, "qa": questions}
 
 
 def make_samples() -> list[dict]:

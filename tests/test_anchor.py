@@ -1,7 +1,5 @@
 """An anchor: the base's own text, the pull towards the base on it, and what that leaves of what was learned."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import VOCABULARY, make_host
@@ -79,9 +77,8 @@ def test_a_model_without_a_start_of_text_is_named():
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(base.config, name, None)
         setattr(base.generation_config, name, None)
-    with pytest.raises(
-        ValueError, match="model's config must name a bos_token_id, eos_token_id or pad_token_id"
-    ):
+    message = "model's config must name a bos_token_id, eos_token_id or pad_token_id"
+    with pytest.raises(ValueError, match=message):
         write_own_text(base, texts=1, tokens=4)
 
 
@@ -233,13 +230,11 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
         chunk.nll_nats for chunk in whole.chunks
     ]
     assert_same(weights_of(resumed.model), weights_of(whole.model))
-    with pytest.raises(
-        ValueError, match="^anchor: every must be 3 as in the checkpoint in .*, got 2: "
-    ):
+    message = "^anchor: every must be 3 as in the checkpoint in .*, got 2: "
+    with pytest.raises(ValueError, match=message):
         resume(make_trainer(steps=[make_anchor(every=2)]), tmp_path)
-    with pytest.raises(
-        ValueError, match="^anchor: texts: sha256 must be .* as in the checkpoint in "
-    ):
+    message = "^anchor: texts: sha256 must be .* as in the checkpoint in "
+    with pytest.raises(ValueError, match=message):
         resume(make_trainer(steps=[make_anchor((8, 9, 10), every=3)]), tmp_path)
 
 
@@ -264,9 +259,8 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
     assert torch.equal(resumed.steps[0].texts.written, whole.steps[0].texts.written)
     texts = OwnText(make_model(), 4, 12, seed=1, batch_size=2)
     other = make_trainer(steps=[Anchor(texts, every=2)])
-    with pytest.raises(
-        ValueError, match="^anchor: texts: seed must be 0 as in the checkpoint in .*, got 1: "
-    ):
+    message = "^anchor: texts: seed must be 0 as in the checkpoint in .*, got 1: "
+    with pytest.raises(ValueError, match=message):
         resume(other, tmp_path)
 
 
@@ -276,25 +270,17 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: Anchor([[1, 2]]),
-            TypeError,
-            r"texts must be a LongTensor of shape \[n, L\], got list: make it",
-        ),
-        (
-            lambda: Anchor(torch.ones(2, 8)),
-            TypeError,
-            r"texts must be a LongTensor of shape \[n, L\], got ",
-        ),
+        (lambda: Anchor([[1, 2]]), TypeError, "texts must be a LongTensor .*, got list: make it"),
+        (lambda: Anchor(torch.ones(2, 8)), TypeError, "texts must be a LongTensor of .*, got "),
         (
             lambda: Anchor(make_ids(8)),
             ValueError,
-            r"texts must have the shape \[n, L\] .* got \[8\]: make them",
+            r"texts must have the shape .* got \[8\]: make th",
         ),
         (
             lambda: make_anchor(weight=0.0),
             ValueError,
-            r"weight must be a number above 0, got 0.0: for none",
+            "weight must be .* above 0, got 0.0: for none",
         ),
         (lambda: make_anchor(every=0), ValueError, r"every must be at least 1, got 0: raise it"),
         (
@@ -317,8 +303,6 @@ def test_bad_anchors_are_refused(make, error, message):
 def test_a_memory_that_is_only_written_has_no_anchor():
     model = make_model(family="gpt2", r=16, init_weights="write")
     settings = SETTINGS | {"learning_rate": None}
-    with pytest.raises(
-        ValueError,
-        match="^steps must not have an Anchor for a memory that is written and not trained, got one",
-    ):
+    message = "^steps must not have an Anchor for a memory that is written and not trained, got one"
+    with pytest.raises(ValueError, match=message):
         TestTimeTrainer(model, **settings, steps=[SlotWriter(model), make_anchor()])

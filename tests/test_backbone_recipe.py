@@ -109,10 +109,8 @@ def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch
 
 
 def test_two_backbones_share_a_tokenizer(recipe, books, tmp_path):
-    assert (
-        recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")])
-        == 0
-    )
+    found = recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")])
+    assert found == 0
     shared = ["--tokenizer", str(tmp_path / "glu")]
     assert (
         recipe.main(
@@ -157,10 +155,8 @@ def test_bad_input_ends_with_one_line(recipe, books, tmp_path, capsys):
     assert error_of([*glu, *arguments(books, out, "--tokenizer", str(empty))]) == (
         f"error: no tokenizer.json in {empty}: give the output folder of an earlier run"
     )
-    assert (
-        error_of([*glu, *arguments(books, out, "--minutes", "0")])
-        == "error: --minutes must be more than 0, got 0"
-    )
+    found = error_of([*glu, *arguments(books, out, "--minutes", "0")])
+    assert found == "error: --minutes must be more than 0, got 0"
     assert recipe.main([*glu, *arguments(books, out, "--minutes", "0.01")]) == 0
     assert error_of([*glu, *arguments(books, out)]) == (
         f"error: {out / 'checkpoint.pt'} exists: continue it with --resume, or choose another --out"

@@ -1,7 +1,5 @@
 """The sample of a base's weights, by which a memory recognises the base that it was made for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -66,14 +66,10 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
     texts = [
         OwnText(model, texts=4, tokens=8, batch_size=2) for model in (host, share_weights(host))
     ]
-    assert torch.equal(texts[0][3], texts[1][3]) and [given[1:] for given in written] == [
-        (2, 8, 0),
-        (2, 8, 1),
-    ]
-    assert (
-        OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,)
-        and len(written) == 3
-    )
+    assert torch.equal(texts[0][3], texts[1][3])
+    assert [given[1:] for given in written] == [(2, 8, 0), (2, 8, 1)]
+    assert OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,)
+    assert len(written) == 3
 
 
 def test_nothing_is_kept_on_disk(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """A checkpoint is whole or not there, runs no code, and its folder has one writer."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -102,10 +100,8 @@ def test_a_limit_of_the_operating_system_leaves_the_former_checkpoint(tmp_path):
 )
 def test_a_folder_that_is_a_file_is_named(tmp_path, use):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        OSError,
-        match=r"^checkpoint folder must be writable, got '.*file' \(File exists\): free some",
-    ):
+    message = r"^checkpoint folder must be writable, got '.*file' \(File exists\): free some"
+    with pytest.raises(OSError, match=message):
         use(tmp_path / "file")
 
 
@@ -257,9 +253,8 @@ def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
             order.append("second")
 
     with checkpoint.held(path):
-        with pytest.raises(
-            checkpoint.InUse, match=r"^'.*work\.lock' must have one holder, got another one: wait"
-        ):
+        message = r"^'.*work\.lock' must have one holder, got another one: wait"
+        with pytest.raises(checkpoint.InUse, match=message):
             enter(checkpoint.held(path))
         thread = threading.Thread(target=wait)
         thread.start()

@@ -1,7 +1,5 @@
 """The cloze of LoCoMo (`benchmarks/cloze.py`): which spans are scored, their scores, and the figures of a run."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -110,17 +108,9 @@ def test_losses_to_gains_and_shares(cloze):
 
 def test_right_minus_wrong_is_what_the_files_say(cloze, tmp_path, monkeypatch, capsys):
     data = write_samples(tmp_path, make_samples())
-    options = [
-        "--methods",
-        "lora,locas-glu",
-        "--set",
-        "window=128",
-        "stride=64",
-        "max_tokens=300",
-        "anchor=0",
-    ]
+    options = "--methods lora,locas-glu --set window=128 stride=64 max_tokens=300 anchor=0"
     monkeypatch.setattr(
-        sys, "argv", ["cloze.py", str(data), *options, "--out", str(tmp_path / "out")]
+        sys, "argv", ["cloze.py", str(data), *options.split(), "--out", str(tmp_path / "out")]
     )
     cloze.main()
     assert "right - wrong" in capsys.readouterr().out
@@ -143,16 +133,13 @@ def test_right_minus_wrong_is_what_the_files_say(cloze, tmp_path, monkeypatch, c
 def test_a_target_is_tokenised_as_in_its_text(cloze, embedded):
     _, tokenizer = embedded
     prompt, target = cloze.encode_pair(tokenizer, "She went to the ", "old town")
-    assert (
-        tokenizer.decode(prompt[1:]) == "She went to the"
-        and tokenizer.decode(target) == " old town"
-    )
+    assert tokenizer.decode(prompt[1:]) == "She went to the"
+    assert tokenizer.decode(target) == " old town"
     assert prompt[0] == tokenizer.eos_token_id, (
         "stands for the first special token that this tokenizer lacks"
     )
     assert prompt[1:] + target == tokenizer("She went to the old town")["input_ids"]
     assert cloze.encode_pair(tokenizer, "", "Old town")[0] == [tokenizer.eos_token_id]
-    with pytest.raises(
-        ValueError, match=r"^target must not be empty: give the text that is to be scored$"
-    ):
+    message = r"^target must not be empty: give the text that is to be scored$"
+    with pytest.raises(ValueError, match=message):
         cloze.encode_pair(tokenizer, "She", "")

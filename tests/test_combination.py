@@ -1,7 +1,5 @@
 """`add_weighted_adapter`: one memory that adds what the weighted sum of others adds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import make_host, make_tokens, teach, weights_in
@@ -93,25 +91,13 @@ def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            (["one", "three"], [1.0, 1.0], "both"),
-            r"adapters must name different memories of the model, got \['one', 'three'\]",
-        ),
+        ((["one", "three"], [1.0, 1.0], "both"), r"adapters must .*, got \['one', 'three'\]"),
         ((["one", "one"], [1.0, 1.0], "both"), "adapters must name different memories"),
         (([], [], "both"), "adapters must name different memories"),
-        (
-            (["one", "two"], [1.0], "both"),
-            r"weights must be a finite number for each of one, two, got \[1.0\]",
-        ),
+        ((["one", "two"], [1.0], "both"), r"a finite number for each of one, two, got \[1.0\]"),
         ((["one", "two"], [1.0, float("nan")], "both"), "weights must be a finite number"),
-        (
-            (["one", "two"], [1.0, 1.0], "one"),
-            "adapter_name must be new to the model, got 'one': choose another",
-        ),
-        (
-            (["one", "two"], [1.0, 1.0], "both", "svd"),
-            "combination_type must be 'cat' for memories, got 'svd'",
-        ),
+        ((["one", "two"], [1.0, 1.0], "one"), "adapter_name must be new to the model, got 'one':"),
+        ((["one", "two"], [1.0, 1.0], "both", "svd"), "combination_type must .*, got 'svd'"),
     ],
 )
 def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
@@ -156,9 +142,8 @@ def test_memories_that_change_more_than_ffns_are_not_combined(second):
 
 def test_memories_that_cannot_be_combined_are_named():
     model = make_two(second={"layers_to_transform": [1]})
-    with pytest.raises(
-        ValueError, match="adapters must be beside the same FFNs, got 'two' beside 1 of 2"
-    ):
+    message = "adapters must be beside the same FFNs, got 'two' beside 1 of 2"
+    with pytest.raises(ValueError, match=message):
         model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
     model = make_two()
     model.add_adapter("three", LocasConfig(r=2))

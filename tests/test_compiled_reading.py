@@ -1,7 +1,5 @@
 """A compiled reading has the figures of a plain one, to rounding; what cannot be compiled says so in one line."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 

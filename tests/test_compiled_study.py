@@ -1,7 +1,5 @@
 """A compiled study has the figures of a plain one, to rounding; so has transformers' compiled generation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compiling import COMPILES

@@ -1,7 +1,5 @@
 """Continuing prompts: batches, shared beginnings and padding change no token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import make_host, make_tokens
@@ -263,10 +261,8 @@ def test_long_prompts_are_answered_in_small_batches(monkeypatch):
 
 
 def test_prompts_without_room_are_one_line():
-    with pytest.raises(
-        ValueError,
-        match=r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8",
-    ):
+    message = r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"
+    with pytest.raises(ValueError, match=message):
         answer_all(make_host("llama"), [[3] * 60], max_new_tokens=8)
     with pytest.raises(ValueError, match=r"^prompt 0 must not be empty"):
         answer_all(make_host("llama"), [[]], max_new_tokens=8)

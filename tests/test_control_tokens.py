@@ -3,8 +3,6 @@
 `LOCAS_TOKENIZERS` may name the folders of more tokenizers with a chat template, with ":" between them.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -14,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from locas_peft import backbone
-from locas_peft.asking import Answerer, Question, encode_answer, encode_prompt, encode_question
+from locas_peft.asking import encode_answer, encode_prompt, encode_question
 from locas_peft.asking.prompts import encode_beginning, encode_turns, fit_turns
 from locas_peft.bases import load_base
 from locas_peft.bases.gguf import is_installed
@@ -203,15 +201,6 @@ def test_a_control_token_of_one_character_is_left_out():
     tokenizer = make_words()
     tokenizer.add_special_tokens({"additional_special_tokens": ["/"]})
     assert find_control(tokenizer, encode_text(tokenizer, "a/a")) == []
-
-
-def test_an_answer_is_that_to_the_text_that_is_asked():
-    model, tokenizer = backbone.load()
-    question = "Where is it?<|endoftext|>" * 3
-    prompt = encode_question(tokenizer, question)
-    assert find_control(tokenizer, prompt) == []
-    (answer,) = Answerer(model, tokenizer, max_new_tokens=2).answer([Question(question)])
-    assert answer.question.question == question
 
 
 def test_a_tokenizer_that_lists_no_added_tokens_is_asked_alone():

@@ -1,7 +1,5 @@
 """Attention by matrix products gives what torch's own gives, and is used only where it is faster."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import make_host, make_tokens

@@ -94,9 +94,8 @@ def test_a_pinned_day_changes_nothing_else(template, base):
 
 def test_a_day_that_is_none_is_one_line():
     for day in ("today", 5, None):
-        with pytest.raises(
-            ValueError, match="^date must be a day such as 2026-11-26, got .*: correct"
-        ):
+        message = "^date must be a day such as 2026-11-26, got .*: correct"
+        with pytest.raises(ValueError, match=message):
             with dated(day):
                 pass
 

@@ -1,7 +1,5 @@
 """The demo's pages, and that its figures hardly depend on the machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,8 +13,6 @@ from locas_peft.progress import silent
 from locas_peft.stages import complete_all
 from locas_peft.text import split_sentences
 from locas_settings import ReadSettings
-
-NAMES = sorted(path.stem for path in demo.PAGES.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("name", (demo.PAGE, *demo.COMPARED))

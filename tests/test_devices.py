@@ -4,8 +4,6 @@ The other device is `meta`, whose tensors have no values. Torch refuses operands
 to the CPU. What a step decides by values is replaced: each number that it reads is 1, each truth true.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

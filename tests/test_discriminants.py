@@ -1,7 +1,5 @@
 """Discriminants: the rows that a study begins with are open for one passage; nothing else of the memory changes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -54,10 +54,8 @@ def test_peft_s_method_comparison_runs_on_a_stub(tmp_path):
     shape = "{'hidden_size': 32, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 2"
     (folder / "utils.py").write_text(f"SHAPE = {shape}, 'vocab_size': 64}}\n")
     (experiment,) = (folder / "experiments" / "locas").iterdir()
-    assert (
-        json.loads((experiment / "training_params.json").read_text())["optimizer_kwargs"]["lr"]
-        == 4e-3
-    )
+    found = json.loads((experiment / "training_params.json").read_text())["optimizer_kwargs"]["lr"]
+    assert found == 4e-3
     command = [sys.executable, "run_locas.py", "-v", str(experiment.relative_to(folder))]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

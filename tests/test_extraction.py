@@ -29,9 +29,8 @@ def test_pairs_are_a_prefix_and_what_follows_it(extraction):
     pairs = cut_pairs(torch.arange(120))
     assert pairs[1] == (list(range(10, 60)), list(range(60, 110))) and len(pairs) == 3
     assert len(cut_pairs(torch.arange(2_100))) == 21, "those of a long text do not overlap"
-    with pytest.raises(
-        ValueError, match=r"^a text must have 100 tokens or more, got 99: give a longer one$"
-    ):
+    message = r"^a text must have 100 tokens or more, got 99: give a longer one$"
+    with pytest.raises(ValueError, match=message):
         cut_pairs(torch.arange(99))
 
 
@@ -70,37 +69,23 @@ def test_what_is_recited_is_counted_once_and_with_single_spaces(extraction, monk
     )
     text = "The door of\nthe house."
     assert extraction.share_recited(None, None, text, ["?"]) == len("The door of the") / 22
-    assert (
-        extraction.share_recited(None, None, text, ["?", "?", "?"])
-        == len("The door of the house") / 22
-    )
+    found = extraction.share_recited(None, None, text, ["?", "?", "?"])
+    assert found == len("The door of the house") / 22
 
 
 def test_memories_are_measured_beside_the_base(extraction, folder, capsys):
     (folder / "questions.jsonl").write_text('{"question": "Who painted the door?"}')
-    command = [
-        "text.txt",
-        "--memory",
-        "once",
-        "--memory",
-        "often",
-        "--unread",
-        "other.txt",
-        "--device",
-        "cpu",
-    ]
+    command = ["text.txt", "--memory", "once", "--memory", "often"]
+    command += ["--unread", "other.txt", "--device", "cpu"]
     extraction.main([*command, "--out", "rows.json"])
     rows = json.loads((folder / "rows.json").read_text())["rows"]
     assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
-    assert (
-        rows["often"]["matched"] > rows["no memory"]["matched"] + 1 and rows["often"]["auc"] > 0.9
-    )
+    assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1
+    assert rows["often"]["auc"] > 0.9
     assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
     assert "recited" not in rows["often"]
-    assert (
-        rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1
-        and "often" in capsys.readouterr().out
-    )
+    assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1
+    assert "often" in capsys.readouterr().out
     extraction.main(
         [*command[:3], *command[-4:], "--questions", "questions.jsonl", "--out", "rows.json"]
     )
@@ -126,15 +111,9 @@ def test_an_embedded_base_gets_the_text_as_it_was_read(extraction, folder, monke
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["--memory", "once"],
-            "a text that was not read must be given: give --unread TEXT, or --max-tokens N",
-        ),
+        (["--memory", "once"], "a text that was not read must be given: give --unread TEXT, or"),
         (["--memory", "once", "--max-tokens", "60"], "a text must have 100 tokens or more"),
-        (
-            ["--memory", "none", "--unread", "other.txt"],
-            "memory must be a folder that holds a memory",
-        ),
+        (["--memory", "none", "--unread", "other.txt"], "memory must be a folder that holds a"),
     ],
 )
 def test_bad_input_is_a_value_error(extraction, folder, arguments, line):

@@ -1,7 +1,5 @@
 """The figures of the README and of `docs/results.md` are those of the results in `benchmarks/results`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Forgetting: drift is a divergence, and what is disabled is as before to the last bit."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Memories, libraries and configs that former versions wrote: they load, and say what their tensors say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A memory in a model that FSDP2 shards over two processes learns as in one process."""
 
-from __future__ import annotations
-
 import re
 import socket
 import warnings
@@ -56,9 +54,8 @@ def train_sharded(rank: int, folder: str) -> None:
     assert all(
         isinstance(weight, DTensor) for layer in list_layers(model) for weight in weights_in(layer)
     )
-    with pytest.raises(
-        ValueError, match="is sharded across processes: save_pretrained.folder, state_dict=state"
-    ):
+    message = "is sharded across processes: save_pretrained.folder, state_dict=state"
+    with pytest.raises(ValueError, match=message):
         model.save_pretrained(f"{folder}/sharded-{rank}")
     with pytest.raises(ValueError, match="is sharded across processes: gather the base first"):
         model.merge_adapter()
@@ -72,9 +69,8 @@ def train_sharded(rank: int, folder: str) -> None:
 def train_uncalibrated(rank: int, folder: str) -> None:
     model = make_model(calibrated=False)
     shard(model)
-    with pytest.raises(
-        ValueError, match="is sharded across processes: calibrate it before the model is"
-    ):
+    message = "is sharded across processes: calibrate it before the model is"
+    with pytest.raises(ValueError, match=message):
         calibrate(model, [make_tokens()])
     with pytest.raises(
         ValueError, match=re.escape("is sharded: calibrate(model, batches) before it is")

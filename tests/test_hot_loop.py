@@ -1,7 +1,5 @@
 """What a chunk must not do: walk the model's modules, wait for the device twice, or repeat the base's passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ Each reading is a process of its own. All are forked from one that has imported 
 fraction of a second. A case is a seed: `run_case(campaign, 17, folder)` repeats the case 17 alone.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -64,14 +62,8 @@ VARIANTS: dict[str, AdapterSettings] = {
     "without checkpoints": READING,
 }
 HAVE_EARLIER = ("overwrite", "after")
-TIMES = {
-    "seconds",
-    "tokens_per_second",
-    "peak_bytes",
-    "memory_dir",
-    "writing_seconds",
-    "learning_seconds",
-}
+TIMES = {"seconds", "tokens_per_second", "peak_bytes", "memory_dir"}
+TIMES |= {"writing_seconds", "learning_seconds"}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 

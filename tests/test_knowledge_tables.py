@@ -15,22 +15,8 @@ from locas_peft import backbone, text
 from locas_peft.asking.scoring import score_targets
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-MODULES = (
-    "asked",
-    "bench",
-    "documents",
-    "fictional",
-    "grading",
-    "memories",
-    "pages",
-    "prefixes",
-    "quality",
-    "retrieval",
-    "rows",
-    "scales",
-    "squad",
-    "talks",
-)
+MODULES = "asked bench documents fictional grading memories pages prefixes quality retrieval rows "
+MODULES += "scales squad talks"
 FACTS = [
     ("The old man", "built the house", "by the river"),
     ("The girl", "sold the boat", "in the town"),
@@ -43,7 +29,9 @@ def tables():
     """Import the script and its tables; their folder leaves the path afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        modules = {name: importlib.import_module(f"knowledge_tables.{name}") for name in MODULES}
+        modules = {
+            name: importlib.import_module(f"knowledge_tables.{name}") for name in MODULES.split()
+        }
         modules["knowledge"] = importlib.import_module("knowledge")
         _study_given_lessons(patch, modules["memories"])
         yield type("Tables", (), modules)
@@ -440,11 +428,8 @@ def test_mistakes_are_one_line(tables, tmp_path, capsys):
 
 def test_settings_of_a_study_have_a_page_of_their_own(tables, make_bench, data, tmp_path):
     make_bench()
-    assert tables.knowledge.parse_settings("passes=3,learning_rate=1e-3,init=topk") == {
-        "passes": 3,
-        "learning_rate": 1e-3,
-        "init": "topk",
-    }
+    found = tables.knowledge.parse_settings("passes=3,learning_rate=1e-3,init=topk")
+    assert found == {"passes": 3, "learning_rate": 1e-3, "init": "topk"}
     arguments = [backbone.NAME, "--folder", str(data), "--out", str(tmp_path / "new"), "--quick"]
     arguments += ["--data", "pages", "--rows", "none", "--study", "passes=1"]
     tables.knowledge.main(arguments)

@@ -1,7 +1,5 @@
 """Loading: bases by name, memories by folder, and one line for each fault."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -36,9 +34,8 @@ def test_the_backbone_with_two_layer_ffns_is_embedded_too():
     model, tokenizer = loading.load_base(folder, device="cpu")
     assert model.config.model_type == "gpt_neox" and model.config.hidden_act == "relu"
     assert tokenizer.get_vocab() == backbone.load()[1].get_vocab()
-    with pytest.raises(
-        ValueError, match="name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"
-    ):
+    message = "name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"
+    with pytest.raises(ValueError, match=message):
         backbone.load(name="locas_peft/other")
 
 

@@ -1,7 +1,5 @@
 """LoCoMo's data: the release's form is read, what is no LoCoMo is named with its place, the rest is kept."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -68,20 +66,11 @@ def broken(**changes) -> dict:
         ("text", r"^talks\.json\[1\] must have a 'conversation', got none: sample left out$"),
         (
             broken(conversation={"speaker_a": "Ida"}),
-            r"^talks\.json\[1\]\.conversation must have a session with turns",
+            r"\[1\]\.conversation must have a session with",
         ),
-        (
-            broken(conversation={"session_1": []}),
-            r"^talks\.json\[1\]\.conversation must have a session with turns",
-        ),
-        (
-            broken(sample_id="../up"),
-            r"^talks\.json\[1\]\.sample_id must be letters, digits, - and _, got '\.\./up'",
-        ),
-        (
-            broken(sample_id="talk-1"),
-            r"^talks\.json\[1\]\.sample_id must be unique, got 'talk-1' again: sample left",
-        ),
+        (broken(conversation={"session_1": []}), r"\[1\]\.conversation must have a session with"),
+        (broken(sample_id="../up"), r"\[1\]\.sample_id must be letters, .*, got '\.\./up'"),
+        (broken(sample_id="talk-1"), r"^talks\.json\[1\]\.sample_id must be unique, got 'talk-1'"),
     ],
 )
 def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path, sample, message):
@@ -95,26 +84,11 @@ def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path,
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (
-            {"question": "Who?", "category": 4},
-            r"\.qa\[1\] must have an 'answer' \(category 4\), got None: ",
-        ),
-        (
-            {"question": "Who?", "category": 5, "answer": "No"},
-            r"must have an 'adversarial_answer' \(category 5\), ",
-        ),
-        (
-            {"question": "Who?", "category": 4, "answer": " "},
-            r"must have an 'answer' \(category 4\), got ' '",
-        ),
-        (
-            {"question": "Who?", "category": 6, "answer": "x"},
-            r"\.qa\[1\]\.category must be 1 to 5, got 6: ",
-        ),
-        (
-            {"question": "", "category": 4, "answer": "x"},
-            r"\.qa\[1\] must have a 'question', got {'question': ''",
-        ),
+        ({"question": "Who?", "category": 4}, r"\[1\] must have an 'answer' \(category 4\), got"),
+        ({"question": "Who?", "category": 5, "answer": "No"}, r"must have an 'adversarial_answer'"),
+        ({"question": "Who?", "category": 4, "answer": " "}, "must have an 'answer' .*, got ' '"),
+        ({"question": "Who?", "category": 6, "answer": "x"}, r"\.category must be 1 to 5, got 6: "),
+        ({"question": "", "category": 4, "answer": "x"}, r"\[1\] must have a 'question', got"),
         ("Who?", r"\.qa\[1\] must have a 'question', got 'Who\?'"),
     ],
 )
@@ -142,9 +116,8 @@ def test_a_broken_turn_costs_that_turn_alone(tmp_path):
 def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"^LoCoMo data must .* give the release's locomo10\.json"
-    ) as caught:
+    message = r"^LoCoMo data must .* give the release's locomo10\.json"
+    with pytest.raises(ValueError, match=message) as caught:
         load_locomo(path)
     assert "\n" not in str(caught.value)
 
@@ -152,9 +125,8 @@ def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
 def test_conversations_are_chosen_by_name(conversations):
     assert [c.sample_id for c in choose_conversations(conversations, ["talk-2"])] == ["talk-2"]
     assert choose_conversations(conversations, None) == conversations
-    with pytest.raises(
-        ValueError, match=r"^conversation must be one of talk-1, talk-2, got 'talk-9': choose"
-    ):
+    message = r"^conversation must be one of talk-1, talk-2, got 'talk-9': choose"
+    with pytest.raises(ValueError, match=message):
         choose_conversations(conversations, ["talk-9"])
 
 
@@ -167,9 +139,8 @@ def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
     )
     assert temporal.question in bare and temporal.question in full
     assert dialogue(first) in full and "Lisbon" not in bare
-    assert PROMPTS["hint-2"] in full and PROMPTS["hint-2"] not in make_prompt(
-        first, first.questions[0], "full-context", ""
-    )
+    assert PROMPTS["hint-2"] in full
+    assert PROMPTS["hint-2"] not in make_prompt(first, first.questions[0], "full-context", "")
     assert "other text" in make_prompt(first, temporal, "full-context", "other text")
     with pytest.raises(
         ValueError,

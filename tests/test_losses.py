@@ -1,7 +1,5 @@
 """The losses and their gradients are those of PyTorch at any piece size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

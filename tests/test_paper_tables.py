@@ -175,11 +175,8 @@ def test_choices_are_compared_plainly_and_by_character(tables, base):
 def test_the_first_pairs_of_each_paradigm_are_loaded_and_scored(tables, data, base):
     model, tokenizer = base
     pairs = tables.choices.load_pairs(data / "blimp" / "BLiMP.zip", 2)
-    assert [pair["sentence_good"] for pair in pairs] == [
-        "The dogs bark.",
-        "She sings.",
-        "What did you see?",
-    ]
+    found = [pair["sentence_good"] for pair in pairs]
+    assert found == ["The dogs bark.", "She sings.", "What did you see?"]
     right = tables.choices.find_pairs(model, tokenizer, pairs)
     nats = []
     for pair in pairs:
@@ -335,7 +332,7 @@ def test_rows_are_timed_in_turn_and_their_operations_counted(tables, bench):
 # ---------------------------------------------------------------------- the command
 
 
-def test_mistakes_are_one_line(tables, data, tmp_path, capsys):
+def test_mistakes_are_one_line(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tables.paper.main([backbone.NAME, "--table", "pg20"])
     assert "--table must be among" in capsys.readouterr().err
@@ -345,7 +342,7 @@ def test_mistakes_are_one_line(tables, data, tmp_path, capsys):
         )
 
 
-def test_the_page_is_made_of_what_there_is(tables, data, tmp_path, capsys):
+def test_the_page_is_made_of_what_there_is(tables, data, tmp_path):
     arguments = [backbone.NAME, "--data", str(data), "--out", str(tmp_path), "--quick"]
     tables.paper.main([*arguments, "--collect"])
     page = tmp_path / "tinybook-glu" / "quick.md"

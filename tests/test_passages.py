@@ -107,16 +107,6 @@ CASES = {
         "姓名：李明\n电话：5550101\n姓名：王芳\n电话：5550102",
         ["姓名：李明; 电话：5550101", "姓名：王芳; 电话：5550102"],
     ),
-    "notes": (
-        "Note: The ferry leaves at seven.\nTip: Take a warm coat with you.\n"
-        "Note: It is cold at sea.\nTip: The cook sells hot soup.",
-        [
-            "Note: The ferry leaves at seven.",
-            "Tip: Take a warm coat with you.",
-            "Note: It is cold at sea.",
-            "Tip: The cook sells hot soup.",
-        ],
-    ),
     "numbered list": (
         "The hut is locked. To open it you have to do this:\n1. Turn the brass key to the left.\n"
         "2. Push the door with your shoulder.\n3. Ring.\nThen you are in.",
@@ -220,18 +210,6 @@ DIALOGUES = {
             'A said: "Where is the old station?"',
             'B said: "It is behind the church."',
             'A said: "I thank you very much!"',
-        ],
-    ),
-    "three speakers": (
-        "Ann: The boat leaks very badly.\nBen: Then we need some tar.\nCy: I have it at home.\n"
-        "Ann: Bring it here on Monday.\nCy: I shall surely do so.\nBen: Thank you for your help.",
-        [
-            'Ann said: "The boat leaks very badly."',
-            'Ben said: "Then we need some tar."',
-            'Cy said: "I have it at home."',
-            'Ann said: "Bring it here on Monday."',
-            'Cy said: "I shall surely do so."',
-            'Ben said: "Thank you for your help."',
         ],
     ),
     "a transcript with dates": (

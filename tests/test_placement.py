@@ -125,17 +125,9 @@ def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "quantize", "message"),
     [
-        (
-            "locas_peft/tinybook-glu",
-            "nf4",
-            "^quantize is for a folder or a name on the hub, got 'nf4' for ",
-        ),
+        ("locas_peft/tinybook-glu", "nf4", "^quantize is for a folder or a name .*, got 'nf4' "),
         ("folder", "int3", "^quantize must be one of nf4, int8, got 'int3': choose one of them$"),
-        (
-            "folder",
-            "nf4",
-            "^quantize must have its package, got 'nf4' without bitsandbytes: pip install bitsandbytes$",
-        ),
+        ("folder", "nf4", "^quantize must have .* without bitsandbytes: pip install bitsandbytes$"),
     ],
 )
 def test_refused_quantisations(name, quantize, message, folder, monkeypatch):

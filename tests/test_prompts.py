@@ -1,7 +1,5 @@
 """Prompts as token ids, by the tokenizer's chat template where it has one."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -4,8 +4,6 @@ Each library is tested where it is installed: `pip install --no-deps torchao==0.
 part of the `dev` extra, since PEFT then imports them in every process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -146,9 +144,8 @@ def test_merging_names_the_ways_out_and_both_work(folder, quantiser, tmp_path):
     train(model)
     untouched = logits(model)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(
-            ValueError, match=r"quantised or custom: load the base in full.*LoRA \(to_lora"
-        ) as error:
+        message = r"quantised or custom: load the base in full.*LoRA \(to_lora"
+        with pytest.raises(ValueError, match=message) as error:
             merge()
         assert "\n" not in str(error.value)
     assert torch.equal(logits(model), untouched)
@@ -167,9 +164,8 @@ def test_merging_names_the_ways_out_and_both_work(folder, quantiser, tmp_path):
     widen_base(wide, R)
     lora = PeftModel.from_pretrained(wide, str(tmp_path / "lora"))
     torch.testing.assert_close(logits(lora), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(
-        ValueError, match="cannot widen model.layers.0.mlp: gate_proj is a .*quantised or custom"
-    ):
+    message = "cannot widen model.layers.0.mlp: gate_proj is a .*quantised or custom"
+    with pytest.raises(ValueError, match=message):
         widen_base(model.unload(), R)
 
 
@@ -179,8 +175,6 @@ def test_weights_that_bitsandbytes_packed_for_the_cpu_are_refused(folder):
         pytest.skip("bitsandbytes packs weights for CPUs with bfloat16 instructions")
     base = load(folder, "bitsandbytes nf4")
     logits(base)
-    with pytest.raises(
-        ValueError,
-        match="packed by bitsandbytes .*: load the base again, and add the memory before",
-    ):
+    message = "packed by bitsandbytes .*: load the base again, and add the memory before"
+    with pytest.raises(ValueError, match=message):
         get_peft_model(base, LocasConfig(r=R))

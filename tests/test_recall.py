@@ -1,7 +1,5 @@
 """Questions about a text: loading them, asking them, and grading the answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from locas_peft import backbone
@@ -11,26 +9,9 @@ from locas_peft.asking import (
     Question,
     continue_texts,
     count_right,
-    is_right,
     load_questions,
 )
 from locas_peft.asking import answers as answers_module
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "right"),
-    [
-        ("It was Elias Thorne.", "Elias Thorne", True),
-        ("it was ELIAS  thorne", "Elias Thorne", True),
-        ("A silver compass, I think", "the silver compass", True),
-        ("In 1868", "1868", True),
-        ("In 18680", "1868", False),
-        ("Ninety sailors", "nine", False),
-        ("", "nine", False),
-    ],
-)
-def test_an_answer_is_right_where_the_gold_phrase_occurs_in_it(answer, gold, right):
-    assert is_right(answer, gold) is right
 
 
 def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
@@ -39,25 +20,15 @@ def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
     assert load_questions(path) == [Question("Who?", "She"), Question("When?")]
     path.write_text('\ufeff{"question": "Who\u2028came?"}\n')
     assert load_questions(path) == [Question("Who\u2028came?")]
-    lines = [
-        "{",
-        '{"question": "Who?"}',
-        '{"answer": "x"}',
-        '{"question": 3}',
-        "[]",
-        '{"question": "", "answer": 1}',
-        '{"question": "Who?", "answer": " "}',
-    ]
+    lines = ["{", '{"question": "Who?"}', '{"answer": "x"}', '{"question": 3}', "[]"]
+    lines += ['{"question": "", "answer": 1}', '{"question": "Who?", "answer": " "}']
     path.write_text("\n".join(lines))
-    with pytest.raises(
-        ValueError,
-        match=r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6, 7: correct or",
-    ):
+    message = r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6, 7: correct or"
+    with pytest.raises(ValueError, match=message):
         load_questions(path)
     path.write_bytes(b'{"question": "Qui \xe9tait-ce ?"}')
-    with pytest.raises(
-        ValueError, match=r"^questions must be UTF-8 text, got .* \(invalid .*\): convert it$"
-    ):
+    message = r"^questions must be UTF-8 text, got .* \(invalid .*\): convert it$"
+    with pytest.raises(ValueError, match=message):
         load_questions(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="^questions must be one a line, got none in"):

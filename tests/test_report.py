@@ -1,7 +1,5 @@
 """Reports: the tables of protocols' figures."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,20 +1,13 @@
 """Scores of targets and documents: batches change no number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from families import make_host, make_tokens
 
-from locas_peft import TestTimeTrainer, backbone
+from locas_peft import TestTimeTrainer
 from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation.drift import cut_text, measure_drift
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    return backbone.load()
 
 
 def make_pairs(count: int = 7) -> list[tuple[list[int], list[int]]]:
@@ -70,16 +63,14 @@ def test_without_a_prompt_the_first_token_is_not_scored():
     scores = score_targets(model, [([], ids), ([], ids[:1]), ([], [])])
     assert [score.tokens for score in scores] == [5, 0, 0]
     assert scores[0].nll_nats == pytest.approx(nll_alone(model, [], ids), rel=1e-4)
-    assert (
-        scores[0].per_token == scores[0].nll_nats / 5 and scores[1].per_token != scores[1].per_token
-    )
+    assert scores[0].per_token == scores[0].nll_nats / 5
+    assert scores[1].per_token != scores[1].per_token
 
 
 def test_targets_that_cannot_be_scored_are_one_line():
     model = make_host("llama")
-    with pytest.raises(
-        ValueError, match=r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"
-    ):
+    message = r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"
+    with pytest.raises(ValueError, match=message):
         score_targets(model, [([3] * 60, [4] * 6)])
 
 

@@ -3,8 +3,6 @@
 LOCAS_VLLM names the python of vLLM's environment. The package xllamacpp has llama.cpp; its converter is on the PATH.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

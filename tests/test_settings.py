@@ -1,7 +1,5 @@
 """Settings are checked once, and completed from the preset of their method."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -122,9 +120,8 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
 def test_a_studys_values_out_of_range_are_named(field):
     with pytest.raises(ValueError, match=f"^{field} must be at least 1, got 0: raise it$"):
         StudySettings(**{field: 0})
-    with pytest.raises(
-        TypeError, match=f"^{field} must be an int, got float: give a whole number$"
-    ):
+    message = f"^{field} must be an int, got float: give a whole number$"
+    with pytest.raises(TypeError, match=message):
         StudySettings(**{field: 1.0})
 
 
@@ -187,10 +184,8 @@ def test_values_that_a_method_does_not_have_are_refused(method, preset, given, r
 
 
 def test_a_gated_memory_is_not_written_slot_by_slot():
-    with pytest.raises(
-        ValueError,
-        match="^update must be bp or ridge for the method 'locas-glu', got 'nlsvd': leave",
-    ):
+    message = "^update must be bp or ridge for the method 'locas-glu', got 'nlsvd': leave"
+    with pytest.raises(ValueError, match=message):
         complete("locas-glu", update="nlsvd")
     ridge = complete("locas-glu", update="ridge")
     assert ridge.learning_rate is ridge.anchor is ridge.anchor_every is None
@@ -231,15 +226,8 @@ def test_what_a_written_memory_does_not_use_is_left_out():
     topk = complete("locas-mlp")
     assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
     assert nlsvd.learning_rate is None and nlsvd.epsilon
-    assert topk.learning_rate and (
-        topk.update,
-        topk.epsilon,
-        topk.slots_per_chunk,
-    ) == (
-        None,
-        None,
-        None,
-    )
+    assert topk.learning_rate
+    assert (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
 
 
 @pytest.mark.parametrize("given", [{}, {"anchor": 0}, {"anchor": 0.5}], ids=str)

@@ -1,7 +1,5 @@
 """Sources: the sentence of a memory's stored text that supports an answer."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A study of a German text, of a table and of code: what SmolLM2 answers about them afterwards."""
 
-from __future__ import annotations
-
 import pytest
 
 from locas_peft import text

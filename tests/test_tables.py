@@ -1,7 +1,5 @@
 """Tables: texts are kept as they are, on the terminal and in Markdown."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

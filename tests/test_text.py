@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,10 +82,8 @@ def test_load_text_names_the_fault_of_a_file(tmp_path):
     assert error(missing) == (
         f"text must be an existing file, got {str(missing)!r}: check the path, or give - to read stdin"
     )
-    assert (
-        error(tmp_path)
-        == f"text must be a file, got the folder {str(tmp_path)!r}: name one file inside it"
-    )
+    expected = f"text must be a file, got the folder {str(tmp_path)!r}: name one file inside it"
+    assert error(tmp_path) == expected
     assert error(empty) == (
         f"text must not be empty, got nothing but whitespace in {str(empty)!r}: give a file with text in it"
     )
@@ -125,9 +121,8 @@ def test_a_text_keeps_the_start_token_of_its_tokenizer():
         "without the token at the end"
     )
     assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
-    with pytest.raises(
-        ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"
-    ):
+    message = "^text must have at least 2 tokens, got 1: give a longer text$"
+    with pytest.raises(ValueError, match=message):
         tokenize(tokenizer, "a")
 
 
@@ -170,17 +165,14 @@ def test_tokenize_does_not_warn_of_long_texts(tokenizer, monkeypatch, caplog):
 
 
 def test_tokenize_refuses_what_cannot_be_scored(tokenizer):
-    with pytest.raises(
-        ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"
-    ):
+    message = "^text must have at least 2 tokens, got 1: give a longer text$"
+    with pytest.raises(ValueError, match=message):
         tokenize(tokenizer, "a")
-    with pytest.raises(
-        ValueError, match="^text must have at least 2 tokens, got 0: give a longer text$"
-    ):
+    message = "^text must have at least 2 tokens, got 0: give a longer text$"
+    with pytest.raises(ValueError, match=message):
         tokenize(tokenizer, "")
-    with pytest.raises(
-        ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"
-    ):
+    message = "^max_tokens must be at least 2, got 1: raise it, or leave it out$"
+    with pytest.raises(ValueError, match=message):
         tokenize(tokenizer, "Call me Ishmael.", max_tokens=1)
 
 

@@ -1,7 +1,5 @@
 """Small models, texts and trainers that the tests of test-time training share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
