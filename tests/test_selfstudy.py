@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from locas_peft import backbone, text
@@ -917,3 +918,35 @@ def test_another_model_writes_the_questions(loaded, input_ids, keeps_all, tmp_pa
 def test_a_writer_and_given_exchanges_exclude_each_other(loaded, input_ids):
     with pytest.raises(ValueError, match="got exchanges too: leave one of them out"):
         learn(loaded, input_ids, settings_of(writer="smollm2"), exchanges=GIVEN)
+
+
+def test_a_study_that_follows_a_reading_begins_with_its_weights(loaded, input_ids, tmp_path):
+    """Nothing of the memory is replaced: no rows, no values, and no layer stays untrained."""
+    settings = ReadSettings(r=16, window=256, stride=64, anchor=0)
+    out = tmp_path / "m"
+    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
+    before = weights(out)
+    given = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
+    opened = open_study(
+        *loaded,
+        input_ids,
+        settings_of(r=16, passes=1),
+        Place(out=tmp_path / "studied"),
+        start=out,
+        exchanges=given,
+    )
+    with opened as run:
+        model = run.stage._model
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        state = {name: value.clone() for name, value in own.items()}
+        for _ in run:
+            pass
+        run.finish()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    after = weights(tmp_path / "studied")
+    values = [name for name in before if "locas_down" in name]
+    assert all(not torch.equal(before[name], after[name]) for name in values)
+    config = json.loads((tmp_path / "studied" / "adapter_config.json").read_text())
+    assert config["max_slot_norm"] == 1.0
+    assert [record.kind for record in load_records(tmp_path / "studied")] == ["read", "study"]

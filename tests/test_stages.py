@@ -10,12 +10,13 @@ import os
 import shutil
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -1035,3 +1036,14 @@ def test_a_stage_that_was_killed_after_it_had_saved_is_recorded_once(
     read(base, ids, settings, start=folder, resume=True, **place)
     assert len(load_records(folder)) == len(saved) == 2
     assert (folder / WEIGHTS).read_bytes() == weights
+
+
+def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
+    def fill(self, folder, **options):
+        Path(folder, "half").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", fill)
+    with pytest.raises(OSError, match="No space left"):
+        read(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
+    assert list(tmp_path.iterdir()) == []

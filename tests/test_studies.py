@@ -18,14 +18,15 @@ from locas_peft.evaluation import (
     load_column,
     load_documents,
     load_locomo,
+    run_units,
     runs,
     units,
 )
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.runs import Run
-from locas_peft.files import write_json
+from locas_peft.evaluation.runs import Run, summarize_stage
+from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow_steps
 from locas_peft.selfstudy import writing
@@ -463,3 +464,27 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     message = "^column must be one of text, got 'words': choose one of them$"
     with pytest.raises(ValueError, match=message):
         load_column(str(rows), "test", "words")
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
+    base, tokenizer = backbone.load()
+    base.requires_grad_(False)
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
+    settings = complete(ReadSettings(method=method, window=32, stride=16, r=4, readings=2))
+    unit = Run(base, tokenizer, {}, tmp_path).learning(ids, settings, tmp_path / "memory.json")
+    run_units([unit])
+    found = summarize_stage(load_json(unit.path))
+    assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
+    assert found["scored_tokens"] == 2 * (len(ids) - 1) and found["parameters"] > 0
+    stamp = (tmp_path / "memory" / "record.json").stat().st_mtime_ns
+    run_units([unit])
+    assert (tmp_path / "memory" / "record.json").stat().st_mtime_ns == stamp
+    with memory_attached(base, tmp_path / "memory") as model, torch.no_grad():
+        changed = model(ids.unsqueeze(0)).logits
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert base.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weights[name], value) for name, value in base.state_dict().items())
+    with torch.no_grad():
+        assert not torch.equal(base(ids.unsqueeze(0)).logits, changed)
