@@ -265,23 +265,25 @@ def _prefix() -> PeftConfig:
     return PrefixTuningConfig(num_virtual_tokens=VIRTUAL_TOKENS, task_type="CAUSAL_LM")
 
 
-PREFIX_RATES = (1e-2, 3e-3, 3e-2)
+# Fewer parameters have their best rate higher.
+SMALL_LORA_RATES = (1e-3, 3e-4, 3e-3)
+HIGH_RATES = (3e-2, 1e-2, 1e-1)
 BASELINES = [
     Baseline("no memory", partial(open_row, _none)),
     Baseline("TempLoRA r=64", partial(open_row, partial(lora, 64)), LORA_RATES[:3]),
-    Baseline("LoRA r=16", partial(open_row, partial(lora, 16)), LORA_RATES[:3]),
-    Baseline("LoRA r=4", partial(open_row, partial(lora, 4)), (1e-3, 3e-4, 3e-3)),
-    Baseline("DoRA r=16", partial(open_adapter, _dora), LORA_RATES[:3]),
-    Baseline("CARTRIDGE, from text", partial(_open_prefix, _cartridge, True), PREFIX_RATES),
-    Baseline("CARTRIDGE, random", partial(_open_prefix, _cartridge, False), PREFIX_RATES),
-    Baseline("prefix tuning", partial(_open_prefix, _prefix, False), PREFIX_RATES),
+    Baseline("LoRA r=16", partial(open_row, partial(lora, 16)), SMALL_LORA_RATES),
+    Baseline("LoRA r=4", partial(open_row, partial(lora, 4)), SMALL_LORA_RATES),
+    Baseline("DoRA r=16", partial(open_adapter, _dora), SMALL_LORA_RATES),
+    Baseline("CARTRIDGE, from text", partial(_open_prefix, _cartridge, True), HIGH_RATES),
+    Baseline("CARTRIDGE, random", partial(_open_prefix, _cartridge, False), HIGH_RATES),
+    Baseline("prefix tuning", partial(_open_prefix, _prefix, False), HIGH_RATES),
     Baseline(
         "IA3",
         partial(open_adapter, partial(IA3Config, task_type="CAUSAL_LM")),
-        (1e-2, 3e-3, 3e-2),
+        HIGH_RATES,
     ),
-    Baseline("norm tuning", _open_norms, (1e-2, 3e-3, 3e-2)),
-    Baseline("dynamic evaluation of all weights", _open_dynamic, (1e-4, 3e-5, 3e-4)),
+    Baseline("norm tuning", _open_norms, HIGH_RATES),
+    Baseline("dynamic evaluation of all weights", _open_dynamic, (1e-5, 3e-6, 3e-5)),
     Baseline("Locas r=64", partial(open_row, partial(locas, 64)), LOCAS_RATES[:3], True),
     Baseline("Locas r=16", partial(open_row, partial(locas, 16)), LOCAS_RATES[:3], True),
 ]
