@@ -59,6 +59,10 @@ def content(folder):
     }
 
 
+def interrupt(chunk):
+    raise KeyboardInterrupt
+
+
 def write(folder, *exchanges):
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(
@@ -218,9 +222,6 @@ def test_a_memory_is_forgotten_while_another_process_opens_the_library(library, 
 
 
 def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
-    def interrupt(chunk):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
     assert library.list_unfinished() == ["half"] and "half" not in library.list()
@@ -253,6 +254,22 @@ def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, nam
     with pytest.raises(ValueError, match="name must"):
         library.add(*base, TEXTS["lamp"], name, SETTINGS)
     assert content(library.folder) == before
+
+
+def test_only_memories_fill_a_library(library, base):
+    (library.folder / "failures.jsonl").write_text("")
+    (library.folder / ".failures.jsonl.lock").write_text("")
+    held = Library(library.folder, most=3)
+    with (
+        held.new("third"),
+        pytest.raises(ValueError, match="at most 3 memories: forget some first"),
+    ):
+        held.choose_folder("fourth")
+    assert held.choose_folder("third") == library.folder / "third"
+    with pytest.raises(KeyboardInterrupt):
+        held.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
+    with pytest.raises(ValueError, match="at most 3 memories: forget some first"):
+        held.choose_folder("third")
 
 
 def test_memories_of_two_bases_are_refused(library, base):

@@ -127,7 +127,7 @@ class Library:
                     f"got {name!r}: choose another"
                 )
         if name not in others:
-            self._check_room(others)
+            self._check_room()
         return self._locate(name)
 
     @contextmanager
@@ -144,7 +144,7 @@ class Library:
         """Return a name that no other memory here gets, and no file has."""
         with self._lock:
             taken = self._reserved | {fold_name(entry) for entry in os.listdir(self.folder)}
-            self._check_room(taken)
+            self._check_room()
             free_name = name
             for number in count(2):
                 if fold_name(free_name) not in taken:
@@ -153,8 +153,12 @@ class Library:
             self._reserved.add(fold_name(free_name))
             return free_name
 
-    def _check_room(self, names: set[str]) -> None:
-        if self._most is not None and len(names) >= self._most:
+    def _check_room(self) -> None:
+        """Raise a `ValueError` where no other memory may be added; other files do not count."""
+        if self._most is None:
+            return
+        memories = {fold_name(name) for name in [*self.list(), *self.list_unfinished()]}
+        if len(memories | self._reserved) >= self._most:
             raise ValueError(
                 f"this library must hold at most {self._most} memories: forget some first"
             )
