@@ -248,6 +248,36 @@ def test_a_memory_is_added_whole_or_refused(library, base, made, tmp_path):
     assert library.route(["Who bakes rye bread?"])[0] in {"again", "bread"}
 
 
+def test_of_two_processes_that_want_a_name_the_second_gets_the_next_one(library, tmp_path):
+    pack(library.find("lamp"), tmp_path / "lamp.zip")
+    pack(library.find("bread"), tmp_path / "bread.zip")
+    # Another process has another instance.
+    other, names = Library(library.folder), []
+
+    def unpack_other(_):
+        names.append(other.unpack(tmp_path / "bread.zip", "Notes", lambda _: None))
+        with other.new("notes") as third:
+            names.append(third.name)
+
+    names.append(library.unpack(tmp_path / "lamp.zip", "notes", unpack_other))
+    assert names == ["Notes 2", "notes 3", "notes"]
+    for name, source in (("notes", "lamp"), ("Notes 2", "bread")):
+        assert content(library.find(name)) == content(library.find(source))
+    assert sorted(os.listdir(library.folder)) == ["Notes 2", "bread", "lamp", "notes"]
+
+
+def test_a_name_that_a_killed_process_reserved_is_free(library):
+    left = library.folder / ".notes.reserved"
+    left.write_text("")
+    with Library(library.folder, most=3).new("notes") as folder:
+        assert folder.name == "notes" and left.exists()
+        Library(library.folder)
+        assert left.exists()
+    left.write_text("")
+    Library(library.folder)
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "LAMP"])
 def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, name):
     before = content(library.folder)

@@ -12,8 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from locas_settings import StageSettings
 
 from ..files import finish_replacement, fold_name, normalize_name, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
-from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
+from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
 from ..stages import Place, ReadSettings, Record, complete, read, study
@@ -37,6 +36,8 @@ __all__ = ["Library"]
 
 _FORGOTTEN = ".forgotten"
 """The ending of a folder that is being deleted."""
+_RESERVED = ".reserved"
+"""The ending of the lock file of a name, before which it has the folded name."""
 
 
 class Library:
@@ -50,9 +51,8 @@ class Library:
     def __init__(self, folder: str | Path, most: int | None = None):
         self.folder = Path(folder)
         self._most = most
+        # Held by the thread that looks for room and takes it.
         self._lock = threading.Lock()
-        # The names of memories that are being made.
-        self._reserved: set[str] = set()
         if (self.folder / MEMORY_CONFIG).is_file():
             raise ValueError(
                 "a library must be a folder of memories, "
@@ -64,6 +64,7 @@ class Library:
             shutil.rmtree(forgotten, ignore_errors=True)
         for name in self._list_names():
             finish_replacement(self._locate(name))
+        self._list_reserved()
 
     def __contains__(self, name: str) -> bool:
         """Return whether a memory has this name: a folder here, not a link, with a config in it."""
@@ -132,33 +133,67 @@ class Library:
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the folder for a new memory, under a free name, such as "name 2"."""
-        free_name = self._reserve(check_name(name))
-        try:
-            yield self.folder / free_name
-        finally:
-            with self._lock:
-                self._reserved.discard(fold_name(free_name))
+        """Yield the folder for a new memory, under a free name, such as "name 2".
 
-    def _reserve(self, name: str) -> str:
-        """Return a name that no other memory here gets, and no file has."""
-        with self._lock:
-            taken = self._reserved | {fold_name(entry) for entry in os.listdir(self.folder)}
-            self._check_room()
-            free_name = name
-            for number in count(2):
-                if fold_name(free_name) not in taken:
-                    break
-                free_name = f"{name[:50].rstrip()} {number}"
-            self._reserved.add(fold_name(free_name))
-            return free_name
+        Within the context no other memory gets the name, in this process or another one.
+        """
+        name = check_name(name)
+        with ExitStack() as stack:
+            with self._lock:
+                self._check_room()
+                free_name = self._reserve_free(name, stack)
+            yield self.folder / free_name
+
+    def _reserve_free(self, name: str, stack: ExitStack) -> str:
+        """Return a name that no other memory here gets before the stack is closed, and no file has.
+
+        It is the name itself, or the name with the next free number.
+        """
+        free_name = name
+        number = 1
+        while not self._try_to_reserve(free_name, stack):
+            number += 1
+            free_name = f"{name[:50].rstrip()} {number}"
+        return free_name
+
+    def _try_to_reserve(self, name: str, stack: ExitStack) -> bool:
+        """Reserve a name until the stack is closed; return whether it was free."""
+        with ExitStack() as tried:
+            try:
+                tried.enter_context(self._reserved(name))
+            except InUse:
+                return False
+            # Another process may have finished a memory of this name before the lock was free.
+            if fold_name(name) in {fold_name(entry) for entry in os.listdir(self.folder)}:
+                return False
+            stack.enter_context(tried.pop_all())
+            return True
+
+    def _reserved(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which a name is reserved, for all processes.
+
+        Entering it raises `InUse` where the name is reserved already.
+        """
+        return held(self.folder / f".{fold_name(name)}{_RESERVED}")
+
+    def _list_reserved(self) -> set[str]:
+        """Return the folded names that are reserved, and remove the locks of killed processes."""
+        names = set()
+        for lock in self.folder.glob(f".*{_RESERVED}"):
+            try:
+                with held(lock):
+                    pass
+            # The folder may belong to another user.
+            except (InUse, OSError):
+                names.add(lock.name[1:].removesuffix(_RESERVED))
+        return names
 
     def _check_room(self) -> None:
         """Raise a `ValueError` where no other memory may be added; other files do not count."""
         if self._most is None:
             return
         memories = {fold_name(name) for name in [*self.list(), *self.list_unfinished()]}
-        if len(memories | self._reserved) >= self._most:
+        if len(memories | self._list_reserved()) >= self._most:
             raise ValueError(
                 f"this library must hold at most {self._most} memories: forget some first"
             )
