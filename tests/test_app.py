@@ -468,6 +468,39 @@ def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, v
     assert wait(job).outcome == "Stopped" and job.memory == "studied"
 
 
+def refuse(library: Library, name: str) -> set[str]:
+    """Return how the deletion and the renaming of a memory are refused."""
+    refusals = set()
+    for act, names in ((library.forget, [name]), (library.rename, [name, "x"])):
+        with pytest.raises(ValueError) as refusal:
+            act(*names)
+        refusals.add(str(refusal.value))
+    return refusals
+
+
+def test_a_memory_that_is_being_made_is_neither_deleted_nor_renamed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "is_about", lambda *_: True)
+    job, shelf, refusals = Job("secret", TEXT[:225], 1), Library(tmp_path), {}
+    advance = job.advance
+
+    def refuse_and_advance(phase: str, *numbers: int) -> None:
+        # The second one acts as another process.
+        refusals[phase] = refuse(shelf, "secret") | refuse(Library(tmp_path), "secret")
+        if phase == "learn":
+            job.stop.set()
+        advance(phase, *numbers)
+
+    monkeypatch.setattr(job, "advance", refuse_and_advance)
+    model.read(job, shelf)
+    assert wait(job).outcome == "Stopped"
+    assert os.listdir(tmp_path) == ["secret"]
+    line = "memory 'secret' is being made: wait for its end, or stop its reading first"
+    assert refusals["write"] == refusals["learn"] == {line}
+    records = load_records(shelf.find("secret"))
+    assert [record.kind for record in records] == ["read", "study"]
+    shelf.forget("secret")
+
+
 def test_a_model_that_asks_itself_nothing_usable_has_read_all_the_same(
     model, visitors, monkeypatch
 ):

@@ -25,7 +25,8 @@ from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
 from ..library import Library, add_sources, make_sample
-from ..memories import load_memory, load_memory_config, share_weights
+from ..memories import CHECKPOINT_FOLDER, load_memory, load_memory_config, share_weights
+from ..memories.checkpoint import locked
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
 from ..stages import (
@@ -322,7 +323,9 @@ class SharedModel:
         job.advance("score", 0, len(input_ids))
         for chunk in make_trainer(base, for_base(reading)).read(input_ids):
             self._note_chunk(job, "score", chunk, len(input_ids))
-        with shelf.new(job.name) as folder:
+        # The lock of the checkpoint keeps other commands out. No checkpoint is saved: the page
+        # cannot go on with one.
+        with shelf.new(job.name) as folder, locked(folder / CHECKPOINT_FOLDER):
             place = Place(out=folder, sample=make_sample(text), kept_text=text)
             job.advance("read", 0, len(input_ids))
             opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)

@@ -135,7 +135,8 @@ class Library:
     def new(self, name: str) -> Iterator[Path]:
         """Yield the folder for a new memory, under a free name, such as "name 2".
 
-        Within the context no other memory gets the name, in this process or another one.
+        Within the context no other memory gets the name, in this process or another one, and what
+        is made under it is neither renamed nor forgotten.
         """
         name = check_name(name)
         with ExitStack() as stack:
@@ -261,21 +262,41 @@ class Library:
         )
 
     def rename(self, name: str, new_name: str) -> str:
-        """Give a memory another name, which is returned: the next free one where it is taken."""
+        """Give a memory another name, which is returned: the next free one where it is taken.
+
+        A memory that is being made is a `ValueError`.
+        """
         source = self.find(name)
-        if check_name(new_name) == normalize_name(name):
-            return normalize_name(name)
-        with self.new(new_name) as target:
+        name = normalize_name(name)
+        new_name = check_name(new_name)
+        if new_name == name:
+            return name
+        with self._claimed(name), self.new(new_name) as target:
             os.rename(source, target)
         return target.name
 
     def forget(self, name: str) -> None:
         """Delete a memory, finished or not, whole or not at all.
 
-        One that is in use, or has other files, is a `ValueError`.
+        One that is being made, is in use, or has other files, is a `ValueError`.
         """
         name = normalize_name(name)
         folder = self._locate(name) if name in self.list_unfinished() else self.find(name)
+        with self._claimed(name):
+            self._forget(name, folder)
+
+    @contextmanager
+    def _claimed(self, name: str) -> Iterator[None]:
+        """Reserve the name of a memory within the context; `InUse` while it is being made."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._reserved(name))
+            except InUse:
+                remedy = "wait for its end, or stop its reading first"
+                raise InUse(f"memory {name!r} is being made: {remedy}") from None
+            yield
+
+    def _forget(self, name: str, folder: Path) -> None:
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             raise ValueError(
