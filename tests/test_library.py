@@ -184,13 +184,18 @@ def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, 
     assert Library(library.folder).list() == ["bread"] and os.listdir(library.folder) == ["bread"]
 
 
-def test_a_memory_that_is_being_read_is_not_forgotten(library):
-    with (
-        locked(library.folder / "lamp" / CHECKPOINT_FOLDER),
-        pytest.raises(InUse, match="another reading is using"),
-    ):
-        library.forget("lamp")
-    library.forget("lamp")
+def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
+    with locked(library.folder / "lamp" / CHECKPOINT_FOLDER):
+        with pytest.raises(InUse, match="another reading is using"):
+            library.forget("lamp")
+        with pytest.raises(InUse, match="another reading is using"):
+            library.rename("lamp", "light")
+    before = content(library.find("lamp"))
+    assert library.rename("lamp", "light") == "light"
+    assert content(library.find("light")) == before
+    assert CHECKPOINT_FOLDER not in os.listdir(library.find("light"))
+    library.forget("light")
+    assert os.listdir(library.folder) == ["bread"]
 
 
 def test_a_memory_that_another_process_forgets_meanwhile_is_left_out(library, monkeypatch):

@@ -23,7 +23,7 @@ from locas_settings import StageSettings
 
 from ..files import finish_replacement, fold_name, normalize_name, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
-from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
+from ..memories.checkpoint import CHECKPOINT_FOLDER, LOCK, InUse, held, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
 from ..stages import Place, ReadSettings, Record, complete, read, study
@@ -264,7 +264,7 @@ class Library:
     def rename(self, name: str, new_name: str) -> str:
         """Give a memory another name, which is returned: the next free one where it is taken.
 
-        A memory that is being made is a `ValueError`.
+        A memory that is being made, or is in use, is a `ValueError`.
         """
         source = self.find(name)
         name = normalize_name(name)
@@ -272,7 +272,7 @@ class Library:
         if new_name == name:
             return name
         with self._claimed(name), self.new(new_name) as target:
-            os.rename(source, target)
+            _move(source, target)
         return target.name
 
     def forget(self, name: str) -> None:
@@ -304,13 +304,7 @@ class Library:
                 f"got {foreign[0]!r} too: move it away"
             )
         forgotten = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
-        with locked(folder / CHECKPOINT_FOLDER):
-            if os.name != "nt":
-                os.rename(folder, forgotten)
-        # Windows renames no folder in which a file, such as the lock, is open. It therefore also
-        # refuses a folder that another process has begun to use since.
-        if os.name == "nt":
-            os.rename(folder, forgotten)
+        _move(folder, forgotten)
         while forgotten.exists():
             # A process that opens the library deletes it too.
             with suppress(FileNotFoundError):
@@ -372,3 +366,18 @@ class Library:
         """
         memories = {name: list_passages(self._locate(name)) for name in self.list()}
         return route(memories, questions)
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Rename the folder of a memory, unless a reading is using it (`InUse`)."""
+    with locked(folder / CHECKPOINT_FOLDER):
+        if os.name != "nt":
+            os.rename(folder, target)
+            # The lock has moved too. It is removed while it is held, as `held` does.
+            (target / CHECKPOINT_FOLDER / LOCK).unlink()
+            with suppress(OSError):
+                (target / CHECKPOINT_FOLDER).rmdir()
+    # Windows renames no folder in which a file, such as the lock, is open. It therefore also
+    # refuses a folder that another process has begun to use since.
+    if os.name == "nt":
+        os.rename(folder, target)
