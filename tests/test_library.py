@@ -184,6 +184,20 @@ def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, 
     assert Library(library.folder).list() == ["bread"] and os.listdir(library.folder) == ["bread"]
 
 
+def test_a_memory_is_forgotten_with_what_killed_processes_left_in_it(library):
+    folder = library.find("lamp")
+    for left in (".locas-staged", ".999999999.partial"):
+        (folder / left).mkdir()
+        (folder / left / "README.md").write_text("")
+    (folder / ".README.md.999999999.partial").write_text("")
+    (folder / ".999999999.partial.txt").write_text("not ours")
+    with pytest.raises(ValueError, match="got '.999999999.partial.txt' too: move it away"):
+        library.forget("lamp")
+    (folder / ".999999999.partial.txt").unlink()
+    library.forget("lamp")
+    assert os.listdir(library.folder) == ["bread"]
+
+
 def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
     with locked(library.folder / "lamp" / CHECKPOINT_FOLDER):
         with pytest.raises(InUse, match="another reading is using"):

@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 
 from locas_settings import StageSettings
 
-from ..files import finish_replacement, fold_name, normalize_name, staged
+from ..files import (
+    finish_replacement,
+    fold_name,
+    normalize_name,
+    remove_unfinished,
+    staged,
+)
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, LOCK, InUse, held, locked
 from ..memories.folder import unpack
@@ -297,7 +303,11 @@ class Library:
             yield
 
     def _forget(self, name: str, folder: Path) -> None:
-        foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
+        with locked(folder / CHECKPOINT_FOLDER):
+            # A process may have been killed while it wrote the memory.
+            finish_replacement(folder)
+            remove_unfinished(folder)
+            foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             raise ValueError(
                 f"memory {name!r} must hold its own files alone, "
