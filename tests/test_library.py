@@ -321,6 +321,24 @@ def test_only_memories_fill_a_library(library, base):
         held.choose_folder("third")
 
 
+def test_a_memory_is_renamed_in_a_full_library_and_to_another_case(library):
+    before = content(library.find("lamp"))
+    full = Library(library.folder, most=2)
+    assert full.rename("lamp", "ferry") == "ferry"
+    assert full.rename("ferry", "Ferry") == "Ferry"
+    assert content(full.folder / "Ferry") == before
+    assert sorted(os.listdir(full.folder)) == ["Ferry", "bread"]
+    assert full.rename("bread", "ferry") == "ferry 2"
+
+
+def test_a_change_of_case_replaces_no_other_memory(library):
+    if (library.folder / "LAMP").exists():
+        pytest.skip("this system ignores case")
+    os.rename(library.find("bread"), library.folder / "LAMP")
+    assert library.rename("lamp", "LAMP") == "LAMP 2"
+    assert sorted(library.list()) == ["LAMP", "LAMP 2"]
+
+
 def test_memories_of_two_bases_are_refused(library, base):
     other = replace(SETTINGS, model="another")
     with pytest.raises(

@@ -277,7 +277,14 @@ class Library:
         new_name = check_name(new_name)
         if new_name == name:
             return name
-        with self._claimed(name), self.new(new_name) as target:
+        with self._claimed(name), ExitStack() as stack:
+            target = self.folder / new_name
+            # A change of case. Some systems have one folder under both names.
+            is_free = fold_name(new_name) == fold_name(name) and (
+                not target.exists() or target.samefile(source)
+            )
+            if not is_free:
+                target = self.folder / self._reserve_free(new_name, stack)
             _move(source, target)
         return target.name
 
