@@ -527,9 +527,16 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
         ValueError, match="questions must be from 0 to 32, got 1000000000: move the slider"
     ):
         model.read(Job("slow", TEXT, 10**9), visitor.shelf)
-    named = Job("../up", TEXT, 0)
-    model.read(named, visitor.shelf)
-    assert wait(named).outcome.startswith("Not read: name must be at most 60")
+    with pytest.raises(ValueError, match="name must be at most 60 .*, got '../up': choose another"):
+        model.read(Job(" ../up", TEXT, 0), visitor.shelf)
+
+
+def test_a_full_shelf_is_refused_before_the_text_is_scored(model, made, tmp_path):
+    shelf, job = Library(tmp_path, most=1), Job("two", TEXT, 0)
+    put(shelf, made, "one")
+    model.read(job, shelf)
+    assert wait(job).outcome.startswith("Not read: this library must hold at most 1 memories")
+    assert job.chunks["score"] == [] and os.listdir(tmp_path) == ["one"]
 
 
 def test_too_many_questions_are_refused(model, monkeypatch):

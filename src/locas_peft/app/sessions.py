@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
-from ..library import Library, add_sources, make_sample
+from ..library import Library, add_sources, check_name, make_sample
 from ..memories import CHECKPOINT_FOLDER, load_memory, load_memory_config, share_weights
 from ..memories.checkpoint import locked
 from ..model import count_positions
@@ -87,6 +87,8 @@ def explain(error: BaseException) -> str:
 class Job:
     """A reading as the page shows it, written by the model's thread.
 
+    A name, a text or a number of questions that cannot be used is a `ValueError`.
+
     Attributes:
         questions: how many the model asks itself about each sentence; 0 for no self-study.
         phase: waiting, score, read, write or learn, with `done` of `total` tokens, passages or
@@ -110,6 +112,7 @@ class Job:
     began: float = 0.0
 
     def __post_init__(self) -> None:
+        self.name = check_name(self.name)
         if not self.text.strip():
             raise ValueError("text must not be empty: paste one, or take one below")
         if len(self.text) > MOST_CHARACTERS:
@@ -320,12 +323,12 @@ class SharedModel:
         text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
         input_ids = tokenize(self._tokenizer, text)
         reading = self._choose_settings(base, len(input_ids))
-        job.advance("score", 0, len(input_ids))
-        for chunk in make_trainer(base, for_base(reading)).read(input_ids):
-            self._note_chunk(job, "score", chunk, len(input_ids))
-        # The lock of the checkpoint keeps other commands out. No checkpoint is saved: the page
-        # cannot go on with one.
+        # A full shelf is refused before the text is scored. The lock of the checkpoint keeps other
+        # commands out. No checkpoint is saved: the page cannot go on with one.
         with shelf.new(job.name) as folder, locked(folder / CHECKPOINT_FOLDER):
+            job.advance("score", 0, len(input_ids))
+            for chunk in make_trainer(base, for_base(reading)).read(input_ids):
+                self._note_chunk(job, "score", chunk, len(input_ids))
             place = Place(out=folder, sample=make_sample(text), kept_text=text)
             job.advance("read", 0, len(input_ids))
             opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)
