@@ -467,6 +467,18 @@ def test_the_base_answers_below_the_least_score():
     assert route(memories, asked) == ["lamp", None]
 
 
+def test_a_damaged_memory_does_not_stop_the_others(library, caplog):
+    (library.find("bread") / "exchanges.jsonl").write_text("{}\n")
+    asked = ["Who lit the lamp at Skarn?", "Where is the bakery of Hilda Brass?"]
+    assert library.route(asked) == ["lamp", None]
+    assert caplog.messages[0].startswith("memory 'bread' is not found by questions: each line of ")
+    (library.find("bread") / "exchanges.jsonl").unlink()
+    with (library.find("bread") / "sample.txt").open("ab") as sample:
+        sample.write(b"\xff")
+    assert library.route(asked) == ["lamp", "bread"]
+    assert make_sample("more", library.find("bread")).endswith("\ufffdmore\n")
+
+
 def test_a_sample_is_spread_over_the_text():
     words = " ".join(f"word{number}" for number in range(40_000))
     sample = make_sample(words)

@@ -8,6 +8,7 @@ accepts, and links are not followed. Names are normalized, whatever form a syste
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import shutil
 import threading
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from locas_settings import StageSettings
 
+from ..checks import first_line
 from ..files import (
     finish_replacement,
     fold_name,
@@ -44,6 +46,7 @@ _FORGOTTEN = ".forgotten"
 """The ending of a folder that is being deleted."""
 _RESERVED = ".reserved"
 """The ending of the lock file of a name, before which it has the folded name."""
+_logger = logging.getLogger(__name__)
 
 
 class Library:
@@ -379,9 +382,15 @@ class Library:
     def route(self, questions: Sequence[str]) -> builtins.list[str | None]:
         """Return for each question the name of the memory that it is about; None for none.
 
-        Of two memories that fit as well, the later one is taken. See `routing`.
+        Of two memories that fit as well, the later one is taken. A damaged one is left out, and a
+        warning is logged. See `routing`.
         """
-        memories = {name: list_passages(self._locate(name)) for name in self.list()}
+        memories = {}
+        for name in self.list():
+            try:
+                memories[name] = list_passages(self._locate(name))
+            except (ValueError, OSError) as error:
+                _logger.warning("memory %r is not found by questions: %s", name, first_line(error))
         return route(memories, questions)
 
 
