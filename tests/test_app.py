@@ -289,6 +289,30 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     assert folder.list() == ["one"]
 
 
+@pytest.mark.parametrize(
+    ("file", "damaged", "message"),
+    [
+        (EXCHANGES, b"{}\n", "each line of 'two/exchanges.jsonl' must be a JSON object with"),
+        ("record.json", b"nonsense", "'two/record.json' must be JSON"),
+        (
+            "text.txt",
+            b"\xff\xfe",
+            "text must be UTF-8, got byte 0xff at offset 0 of 'two/text.txt'",
+        ),
+    ],
+)
+def test_an_uploaded_memory_must_be_sound_beside_its_tensors(
+    file, damaged, message, tmp_path, made, model
+):
+    shutil.copytree(made, tmp_path / "one")
+    (tmp_path / "one" / file).write_bytes(damaged)
+    pack(tmp_path / "one", tmp_path / "one.zip")
+    shelf = Library(tmp_path / "shelf")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        shelf.unpack(tmp_path / "one.zip", "two", model.check)
+    assert os.listdir(shelf.folder) == []
+
+
 def test_embeddings_of_an_uploaded_memory_do_not_reach_other_visitors(loaded, tmp_path, model):
     base = copy.deepcopy(loaded[0])
     with torch.no_grad():

@@ -25,8 +25,17 @@ from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
 from ..library import Library, add_sources, check_name, make_sample
-from ..memories import CHECKPOINT_FOLDER, load_memory, load_memory_config, share_weights
+from ..library.routing import list_passages
+from ..library.source import holds_text
+from ..memories import (
+    CHECKPOINT_FOLDER,
+    describe_memory,
+    load_memory,
+    load_memory_config,
+    share_weights,
+)
 from ..memories.checkpoint import locked
+from ..memories.folder import TEXT
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
 from ..stages import (
@@ -40,7 +49,7 @@ from ..stages import (
     open_reading,
     open_study,
 )
-from ..text import tokenize, unwrap
+from ..text import load_text, tokenize, unwrap
 from ..ttt import Chunk, cumulative
 from ..tuner import find_ffns
 
@@ -227,13 +236,18 @@ class SharedModel:
         return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
     def check(self, memory: Path) -> None:
-        """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
+        """Raise a `ValueError` unless a folder holds a sound LOCAS memory for this base."""
         kind = load_memory_config(memory)["peft_type"]
         if kind != "LOCAS":
             raise ValueError(
                 f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made"
             )
         self._submit(self._answers, lambda: load_memory(share_weights(self._base), memory)).result()
+        # What is read later: where the memory is shown, at a question, and for its answer's source.
+        describe_memory(memory)
+        list_passages(memory)
+        if holds_text(memory):
+            load_text(memory / TEXT)
 
     def close(self) -> None:
         """Stop all readings, keeping what was learned, and wait for their end."""
