@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
-from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
+from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors, explain
 from locas_peft.library import Library, check_name
 from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
@@ -35,6 +35,7 @@ from locas_peft.memories.folder import pack
 from locas_peft.selfstudy import Exchange, save_exchanges, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import load_records
+from locas_peft.text import load_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(
@@ -287,6 +288,25 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     with pytest.raises(ValueError, match="this memory was made for another base"):
         folder.unpack(tmp_path / "other.zip", "two", model.check)
     assert folder.list() == ["one"]
+
+
+def test_a_message_names_no_folder_of_the_server(tmp_path, made, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    visitors = Visitors(Path("shelf"))
+    try:
+        shelf = visitors.find(None).shelf
+        put(shelf, made, "one")
+        (shelf.find("one") / "text.txt").write_bytes(b"\xff")
+        with pytest.raises(ValueError) as error:
+            load_text(shelf.find("one") / "text.txt")
+        assert str(tmp_path) in str(error.value)
+        assert "0 of 'one/text.txt': convert" in explain(error.value, shelf.folder)
+        monkeypatch.setattr(model, "_read", lambda *_: load_text(shelf.folder / "none"))
+        job = Job("one", TEXT, 0)
+        model.read(job, shelf)
+        assert str(tmp_path) not in wait(job).outcome and "'none'" in job.outcome
+    finally:
+        visitors.close()
 
 
 @pytest.mark.parametrize(

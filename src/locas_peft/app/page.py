@@ -263,14 +263,18 @@ class _Page:
         """Call a function of the visitor and the inputs at an event; it may yield its outputs."""
 
         def stream(key: Any, *values: Any) -> Iterator:
+            # An uploaded text is in the folder of the visitors, as their own shelves are.
+            folders = [self._visitors.folder]
             try:
-                shown = function(self._visitors.find(key), *values)
+                visitor = self._visitors.find(key)
+                folders.insert(0, visitor.shelf.folder)
+                shown = function(visitor, *values)
                 if inspect.isgenerator(shown):
                     yield from shown
                 else:
                     yield shown
             except (ValueError, OSError) as error:
-                gr.Warning(escape(explain(error)))
+                gr.Warning(escape(explain(error, *folders)))
                 yield [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
 
         def run(key: Any, *values: Any) -> Any:

@@ -6,6 +6,7 @@ adapter that is being trained.
 """
 
 import logging
+import re
 import secrets
 import shutil
 import tempfile
@@ -83,10 +84,20 @@ class _Stopped(Exception):  # noqa: N818
     """Raised to end a job after its step."""
 
 
-def explain(error: BaseException) -> str:
-    """Return one line for an error that a visitor can cause; it names no folder of the server."""
+def explain(error: BaseException, *folders: Path) -> str:
+    """Return one line for an error that a visitor can cause; it names no folder of the server.
+
+    Args:
+        error: what was raised.
+        folders: absolute ones, inner ones first, that are left out of the paths in a message.
+    """
     if isinstance(error, ValueError):
-        return str(error)
+        line = str(error)
+        for folder in folders:
+            # Most messages quote paths by `repr`, which doubles the backslashes of Windows.
+            for written in (repr(str(folder))[1:-1], str(folder)):
+                line = re.sub(rf"{re.escape(written)}[/\\]*", "", line)
+        return line
     if isinstance(error, OSError):
         return error.strerror or "a file cannot be read or written"
     return "the program has an error (see the server's log)"
@@ -103,6 +114,7 @@ class Job:
         phase: waiting, score, read, write or learn, with `done` of `total` tokens, passages or
             steps.
         memory: the name under which the memory was saved.
+        folder: of the shelf that the memory is put on.
         stop: set to end the job after its next step; the result of `stopped` is whether it ended
             before its end.
     """
@@ -116,6 +128,7 @@ class Job:
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: {"score": [], "read": []})
     exchanges: list[Exchange] = field(default_factory=list)
     memory: str | None = None
+    folder: Path | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     stopped: Future[bool] = field(default_factory=Future)
     began: float = 0.0
@@ -147,7 +160,8 @@ class Job:
             return "Stopped" if self.stopped.result() else "Done"
         if isinstance(error, _Stopped):
             return "Stopped"
-        return f"Not read: {explain(error)}"
+        folders = [] if self.folder is None else [self.folder]
+        return f"Not read: {explain(error, *folders)}"
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
@@ -207,6 +221,7 @@ class SharedModel:
 
         The memory is put on the shelf, also that of a stopped job.
         """
+        job.folder = shelf.folder
         job.stopped = self._submit(self._readings, lambda: self._read(job, shelf))
         with self._lock:
             self._jobs = [*self._list_jobs(), job]
@@ -444,7 +459,8 @@ class Visitors:
     """
 
     def __init__(self, shelf: Path | None = None):
-        self._shared = None if shelf is None else Library(shelf, MOST_MEMORIES)
+        # Absolute, so that `explain` can leave it out of messages.
+        self._shared = None if shelf is None else Library(shelf.absolute(), MOST_MEMORIES)
         self.folder = Path(tempfile.mkdtemp(prefix="locas-app-"))
         self._visitors: dict[str, Visitor] = {}
         self._lock = threading.Lock()
