@@ -619,7 +619,15 @@ def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors,
     reads.job = Job("busy", TEXT, 0, phase="read")
     visitors.find(None)
     assert visitors.find(reads.key) is reads and visitors.find(here.key) is here
-    assert not away.downloads.exists() and visitors.find(away.key).key != away.key
+    assert not away.downloads.exists() and visitors.find(away.key) is not away
+
+
+def test_a_page_that_is_still_open_is_one_visitor_after_it_was_forgotten(visitors, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_VISITORS", 2)
+    stale, other = "x-_4" * 10 + "key", visitors.find(None)
+    again = [visitors.find(stale) for _ in range(3)]
+    assert again[0] is again[1] is again[2] and again[0].key == stale
+    assert visitors.find(other.key) is other and visitors.find(f"{stale}y").key != f"{stale}y"
 
 
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):

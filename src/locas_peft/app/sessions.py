@@ -77,6 +77,9 @@ MOST_MEMORIES = 100
 """The most memories on a shelf."""
 ROUTED = "?"
 """In place of a name: the memory that the question is about."""
+_KEY_BYTES = 32
+_KEY = r"[A-Za-z0-9_-]{43}"
+"""The form of a visitor's key, which has `_KEY_BYTES` at random."""
 _logger = logging.getLogger(__name__)
 
 
@@ -466,9 +469,17 @@ class Visitors:
         self._lock = threading.Lock()
 
     def find(self, key: Any) -> Visitor:
-        """Return the visitor with a key; a new one, with another key, where there is none."""
+        """Return the visitor with a key; a new one where there is none.
+
+        A key of the form of ours is kept: a page that is still open knows no other one. A visitor
+        with a guessed key has an empty shelf.
+        """
+        key = str(key)
         with self._lock:
-            visitor = self._visitors.pop(str(key), None) or self._make()
+            visitor = self._visitors.pop(key, None)
+            if visitor is None:
+                is_ours = re.fullmatch(_KEY, key) is not None
+                visitor = self._make(key if is_ours else secrets.token_urlsafe(_KEY_BYTES))
             # The last one used is the last.
             self._visitors[visitor.key] = visitor
             return visitor
@@ -477,7 +488,7 @@ class Visitors:
         """Remove the temporary folders."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make(self) -> Visitor:
+    def _make(self, key: str) -> Visitor:
         idle = [visitor for visitor in self._visitors.values() if not visitor.is_reading]
         if len(self._visitors) >= MOST_VISITORS and idle:
             del self._visitors[idle[0].key]
@@ -486,4 +497,4 @@ class Visitors:
         downloads = folder / "downloads"
         downloads.mkdir()
         shelf = self._shared or Library(folder / "shelf", MOST_MEMORIES)
-        return Visitor(secrets.token_urlsafe(), shelf, downloads)
+        return Visitor(key, shelf, downloads)
