@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -628,6 +629,26 @@ def test_a_page_that_is_still_open_is_one_visitor_after_it_was_forgotten(visitor
     again = [visitors.find(stale) for _ in range(3)]
     assert again[0] is again[1] is again[2] and again[0].key == stale
     assert visitors.find(other.key) is other and visitors.find(f"{stale}y").key != f"{stale}y"
+
+
+def test_of_two_clicks_at_once_one_begins_a_reading(visitors):
+    visitor, begun = visitors.find(None), []
+
+    class Slow:
+        def read(self, job: Job, shelf: Library) -> None:
+            time.sleep(0.1)
+            begun.append(job)
+
+    def click(number: int) -> str | None:
+        try:
+            return visitor.begin(Job(f"one {number}", TEXT, 0), Slow())
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as clicks:
+        shown = set(clicks.map(click, range(2)))
+    assert shown == {None, "a reading of yours is under way: stop it first, or wait for its end"}
+    assert begun == [visitor.job]
 
 
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):

@@ -326,11 +326,7 @@ class _Page:
         return [load_text(path), propose_name(Path(path).stem)]
 
     def _begin(self, visitor: Visitor, text: str, name: str, questions: float) -> list:
-        if visitor.is_reading:
-            raise ValueError("a reading of yours is under way: stop it first, or wait for its end")
-        job = Job(name, text, int(questions))
-        self._model.read(job, visitor.shelf)
-        visitor.job = job
+        visitor.begin(Job(name, text, int(questions)), self._model)
         return self._show_job(visitor, None)
 
     def _stop_reading(self, visitor: Visitor) -> gr.Button:

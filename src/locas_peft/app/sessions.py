@@ -445,10 +445,22 @@ class Visitor:
     shelf: Library
     downloads: Path
     job: Job | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_reading(self) -> bool:
         return self.job is not None and not self.job.ended
+
+    def begin(self, job: Job, model: SharedModel) -> None:
+        """Begin a reading; a `ValueError` where another one of this visitor goes on."""
+        # Two clicks may come at once.
+        with self._lock:
+            if self.is_reading:
+                raise ValueError(
+                    "a reading of yours is under way: stop it first, or wait for its end"
+                )
+            model.read(job, self.shelf)
+            self.job = job
 
 
 class Visitors:
