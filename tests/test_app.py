@@ -576,6 +576,23 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
         model.read(Job(" ../up", TEXT, 0), visitor.shelf)
 
 
+def test_a_study_that_fails_after_its_reading_says_that_the_text_was_read(
+    model, visitors, monkeypatch
+):
+    def fail(*_) -> None:
+        raise ValueError("the study must work: try again")
+
+    monkeypatch.setattr(model, "_choose_study", fail)
+    visitor, job = visitors.find(None), Job("lamp", TEXT[:225], 1)
+    model.read(job, visitor.shelf)
+    failed = "Read, but not studied: the study must work: try again"
+    assert (wait(job).outcome, job.memory, visitor.shelf.list()) == (failed, "lamp", ["lamp"])
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import _describe_ended
+
+    assert _describe_ended(job) == f"{failed}. The memory is on the shelf: lamp."
+
+
 def test_a_full_shelf_is_refused_before_the_text_is_scored(model, made, tmp_path):
     shelf, job = Library(tmp_path, most=1), Job("two", TEXT, 0)
     put(shelf, made, "one")

@@ -557,7 +557,7 @@ def _describe_ended(job: Job) -> str:
             return "Stopped before anything was learned."
         return job.outcome
     line = f"{job.outcome}. The memory is on the shelf: {job.memory}."
-    if job.questions and not job.exchanges:
+    if job.outcome == "Done" and job.questions and not job.exchanges:
         line += " The model found nothing to ask itself."
     return line
 

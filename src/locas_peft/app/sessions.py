@@ -157,14 +157,16 @@ class Job:
 
     @property
     def outcome(self) -> str:
-        """Return one line on an ended job: "Done", "Stopped", or why it failed."""
+        """Return one line on an ended job: "Done", "Stopped", or what failed and why."""
         error = self.stopped.exception()
         if error is None:
             return "Stopped" if self.stopped.result() else "Done"
         if isinstance(error, _Stopped):
             return "Stopped"
         folders = [] if self.folder is None else [self.folder]
-        return f"Not read: {explain(error, *folders)}"
+        # The memory is saved after the reading, and again after the study.
+        failed = "Not read" if self.memory is None else "Read, but not studied"
+        return f"{failed}: {explain(error, *folders)}"
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
