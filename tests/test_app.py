@@ -692,6 +692,9 @@ def test_what_happens_at_the_events_of_the_page(model, visitors, monkeypatch):
 
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 3)
     page, one = _Page(model, visitors), visitors.find(None)
+    # A new chat, and another memory, end the answers to all questions.
+    cancelled = [event.cancels for event in page.blocks.fns.values() if event.is_cancel_function]
+    assert [len(events) for events in cancelled] == [1 + len(page._samples)] * 2
     assert len(page._open(one)) == 1 + len(page._shelf_view) + len(page._job_view)
     page._begin(one, TEXT[:450], "lamp", 0)
     wait(one.job)

@@ -259,8 +259,12 @@ class _Page:
         inputs: list,
         outputs: list,
         progress: str = "hidden",
-    ) -> None:
-        """Call a function of the visitor and the inputs at an event; it may yield its outputs."""
+        cancels: Sequence[Any] = (),
+    ) -> Any:
+        """Call a function of the visitor and the inputs at an event; it may yield its outputs.
+
+        Return the event. It ends the events that it cancels.
+        """
 
         def stream(key: Any, *values: Any) -> Iterator:
             # An uploaded text is in the folder of the visitors, as their own shelves are.
@@ -280,12 +284,13 @@ class _Page:
         def run(key: Any, *values: Any) -> Any:
             return next(stream(key, *values))
 
-        trigger(
+        return trigger(
             stream if inspect.isgeneratorfunction(function) else run,
             [self._key, *inputs],
             outputs,
             api_visibility="private",
             show_progress=progress,
+            cancels=list(cancels),
         )
 
     # ------------------------------------------------------------------ reading
@@ -366,13 +371,15 @@ class _Page:
 
     def _connect_asking(self) -> None:
         outputs = [self._question, *self._chat_view]
-        self._on(
-            self._question.submit, self._ask, [self._memory, self._question, self._chats], outputs
-        )
-        for button in self._samples:
-            self._on(button.click, self._ask, [self._memory, button, self._chats], outputs)
+        questions = [(self._question.submit, self._question)]
+        questions += [(button.click, button) for button in self._samples]
+        answers = []
+        for trigger, question in questions:
+            inputs = [self._memory, question, self._chats]
+            answers.append(self._on(trigger, self._ask, inputs, outputs))
+        # The end of an answer would bring the former conversation back.
         for trigger in (self._clear.click, self._memory.change):
-            self._on(trigger, self._begin_chats, [], self._chat_view)
+            self._on(trigger, self._begin_chats, [], self._chat_view, cancels=answers)
 
     def _begin_chats(self, visitor: Visitor) -> list:
         return [[], [], [[], []]]
