@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +111,9 @@ def serve(
             remedy = "choose another --port, 0 for any free one, or another --host"
             raise ValueError(f"{host}:{port} cannot be listened on: {remedy}") from None
         announce(address)
-        threading.Event().wait()
+        # Windows interrupts no wait without an end.
+        while True:
+            time.sleep(1.0)
     finally:
         page.close(verbose=False)
         model.close()
