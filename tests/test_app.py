@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
-from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
+from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors, explain
 from locas_peft.library import Library, check_name
 from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
@@ -33,6 +34,7 @@ from locas_peft.memories.folder import pack
 from locas_peft.selfstudy import Exchange, save_exchanges, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import load_records
+from locas_peft.text import load_text
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(
@@ -273,6 +275,49 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     assert folder.list() == ["one"]
 
 
+def test_a_message_names_no_folder_of_the_server(tmp_path, made, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    visitors = Visitors(Path("shelf"))
+    try:
+        shelf = visitors.find(None).shelf
+        put(shelf, made, "one")
+        (shelf.find("one") / "text.txt").write_bytes(b"\xff")
+        with pytest.raises(ValueError) as error:
+            load_text(shelf.find("one") / "text.txt")
+        assert str(tmp_path) in str(error.value)
+        assert "0 of 'one/text.txt': convert" in explain(error.value, shelf.folder)
+        monkeypatch.setattr(model, "_read", lambda *_: load_text(shelf.folder / "none"))
+        job = Job("one", TEXT, 0)
+        model.read(job, shelf)
+        assert str(tmp_path) not in wait(job).outcome and "'none'" in job.outcome
+    finally:
+        visitors.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged", "message"),
+    [
+        (EXCHANGES, b"{}\n", "each line of 'two/exchanges.jsonl' must be a JSON object with"),
+        ("record.json", b"nonsense", "'two/record.json' must be JSON"),
+        (
+            "text.txt",
+            b"\xff\xfe",
+            "text must be UTF-8, got byte 0xff at offset 0 of 'two/text.txt'",
+        ),
+    ],
+)
+def test_an_uploaded_memory_must_be_sound_beside_its_tensors(
+    file, damaged, message, tmp_path, made, model
+):
+    shutil.copytree(made, tmp_path / "one")
+    (tmp_path / "one" / file).write_bytes(damaged)
+    pack(tmp_path / "one", tmp_path / "one.zip")
+    shelf = Library(tmp_path / "shelf")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        shelf.unpack(tmp_path / "one.zip", "two", model.check)
+    assert os.listdir(shelf.folder) == []
+
+
 def test_embeddings_of_an_uploaded_memory_do_not_reach_other_visitors(loaded, tmp_path, model):
     base = copy.deepcopy(loaded[0])
     with torch.no_grad():
@@ -450,6 +495,39 @@ def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, v
     assert wait(job).outcome == "Stopped" and job.memory == "studied"
 
 
+def refuse(library: Library, name: str) -> set[str]:
+    """Return how the deletion and the renaming of a memory are refused."""
+    refusals = set()
+    for act, names in ((library.forget, [name]), (library.rename, [name, "x"])):
+        with pytest.raises(ValueError) as refusal:
+            act(*names)
+        refusals.add(str(refusal.value))
+    return refusals
+
+
+def test_a_memory_that_is_being_made_is_neither_deleted_nor_renamed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "is_about", lambda *_: True)
+    job, shelf, refusals = Job("secret", TEXT[:225], 1), Library(tmp_path), {}
+    advance = job.advance
+
+    def refuse_and_advance(phase: str, *numbers: int) -> None:
+        # The second one acts as another process.
+        refusals[phase] = refuse(shelf, "secret") | refuse(Library(tmp_path), "secret")
+        if phase == "learn":
+            job.stop.set()
+        advance(phase, *numbers)
+
+    monkeypatch.setattr(job, "advance", refuse_and_advance)
+    model.read(job, shelf)
+    assert wait(job).outcome == "Stopped"
+    assert os.listdir(tmp_path) == ["secret"]
+    line = "memory 'secret' is being made: wait for its end, or stop its reading first"
+    assert refusals["write"] == refusals["learn"] == {line}
+    records = load_records(shelf.find("secret"))
+    assert [record.kind for record in records] == ["read", "study"]
+    shelf.forget("secret")
+
+
 def test_a_model_that_asks_itself_nothing_usable_has_read_all_the_same(
     model, visitors, monkeypatch
 ):
@@ -474,9 +552,33 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
     message = "questions must be from 0 to 32, got 1000000000: move the slider"
     with pytest.raises(ValueError, match=message):
         model.read(Job("slow", TEXT, 10**9), visitor.shelf)
-    named = Job("../up", TEXT, 0)
-    model.read(named, visitor.shelf)
-    assert wait(named).outcome.startswith("Not read: name must be at most 60")
+    with pytest.raises(ValueError, match="name must be at most 60 .*, got '../up': choose another"):
+        model.read(Job(" ../up", TEXT, 0), visitor.shelf)
+
+
+def test_a_study_that_fails_after_its_reading_says_that_the_text_was_read(
+    model, visitors, monkeypatch
+):
+    def fail(*_) -> None:
+        raise ValueError("the study must work: try again")
+
+    monkeypatch.setattr(model, "_choose_study", fail)
+    visitor, job = visitors.find(None), Job("lamp", TEXT[:225], 1)
+    model.read(job, visitor.shelf)
+    failed = "Read, but not studied: the study must work: try again"
+    assert (wait(job).outcome, job.memory, visitor.shelf.list()) == (failed, "lamp", ["lamp"])
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import _describe_ended
+
+    assert _describe_ended(job) == f"{failed}. The memory is on the shelf: lamp."
+
+
+def test_a_full_shelf_is_refused_before_the_text_is_scored(model, made, tmp_path):
+    shelf, job = Library(tmp_path, most=1), Job("two", TEXT, 0)
+    put(shelf, made, "one")
+    model.read(job, shelf)
+    assert wait(job).outcome.startswith("Not read: this library must hold at most 1 memories")
+    assert job.chunks["score"] == [] and os.listdir(tmp_path) == ["one"]
 
 
 def test_too_many_questions_are_refused(model, monkeypatch):
@@ -512,7 +614,35 @@ def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors,
     reads.job = Job("busy", TEXT, 0, phase="read")
     visitors.find(None)
     assert visitors.find(reads.key) is reads and visitors.find(here.key) is here
-    assert not away.downloads.exists() and visitors.find(away.key).key != away.key
+    assert not away.downloads.exists() and visitors.find(away.key) is not away
+
+
+def test_a_page_that_is_still_open_is_one_visitor_after_it_was_forgotten(visitors, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_VISITORS", 2)
+    stale, other = "x-_4" * 10 + "key", visitors.find(None)
+    again = [visitors.find(stale) for _ in range(3)]
+    assert again[0] is again[1] is again[2] and again[0].key == stale
+    assert visitors.find(other.key) is other and visitors.find(f"{stale}y").key != f"{stale}y"
+
+
+def test_of_two_clicks_at_once_one_begins_a_reading(visitors):
+    visitor, begun = visitors.find(None), []
+
+    class Slow:
+        def read(self, job: Job, shelf: Library) -> None:
+            time.sleep(0.1)
+            begun.append(job)
+
+    def click(number: int) -> str | None:
+        try:
+            return visitor.begin(Job(f"one {number}", TEXT, 0), Slow())
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as clicks:
+        shown = set(clicks.map(click, range(2)))
+    assert shown == {None, "a reading of yours is under way: stop it first, or wait for its end"}
+    assert begun == [visitor.job]
 
 
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
@@ -531,6 +661,9 @@ def test_what_happens_at_the_events_of_the_page(model, visitors, monkeypatch):
 
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 3)
     page, one = _Page(model, visitors), visitors.find(None)
+    # A new chat, and another memory, end the answers to all questions.
+    cancelled = [event.cancels for event in page.blocks.fns.values() if event.is_cancel_function]
+    assert [len(events) for events in cancelled] == [1 + len(page._samples)] * 2
     assert len(page._open(one)) == 1 + len(page._shelf_view) + len(page._job_view)
     page._begin(one, TEXT[:450], "lamp", 0)
     wait(one.job)

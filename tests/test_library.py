@@ -59,6 +59,10 @@ def content(folder):
     }
 
 
+def interrupt(chunk):
+    raise KeyboardInterrupt
+
+
 def write(folder, *exchanges):
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(
@@ -175,13 +179,32 @@ def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, 
     assert Library(library.folder).list() == ["bread"] and os.listdir(library.folder) == ["bread"]
 
 
-def test_a_memory_that_is_being_read_is_not_forgotten(library):
-    with (
-        locked(library.folder / "lamp" / CHECKPOINT_FOLDER),
-        pytest.raises(InUse, match="another reading is using"),
-    ):
+def test_a_memory_is_forgotten_with_what_killed_processes_left_in_it(library):
+    folder = library.find("lamp")
+    for left in (".locas-staged", ".999999999.partial"):
+        (folder / left).mkdir()
+        (folder / left / "README.md").write_text("")
+    (folder / ".README.md.999999999.partial").write_text("")
+    (folder / ".999999999.partial.txt").write_text("not ours")
+    with pytest.raises(ValueError, match="got '.999999999.partial.txt' too: move it away"):
         library.forget("lamp")
+    (folder / ".999999999.partial.txt").unlink()
     library.forget("lamp")
+    assert os.listdir(library.folder) == ["bread"]
+
+
+def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
+    with locked(library.folder / "lamp" / CHECKPOINT_FOLDER):
+        with pytest.raises(InUse, match="another reading is using"):
+            library.forget("lamp")
+        with pytest.raises(InUse, match="another reading is using"):
+            library.rename("lamp", "light")
+    before = content(library.find("lamp"))
+    assert library.rename("lamp", "light") == "light"
+    assert content(library.find("light")) == before
+    assert CHECKPOINT_FOLDER not in os.listdir(library.find("light"))
+    library.forget("light")
+    assert os.listdir(library.folder) == ["bread"]
 
 
 def test_a_memory_that_another_process_forgets_meanwhile_is_left_out(library, monkeypatch):
@@ -213,9 +236,6 @@ def test_a_memory_is_forgotten_while_another_process_opens_the_library(library, 
 
 
 def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
-    def interrupt(chunk):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
     assert library.list_unfinished() == ["half"] and "half" not in library.list()
@@ -241,12 +261,76 @@ def test_a_memory_is_added_whole_or_refused(library, base):
     assert library.route(["Who bakes rye bread?"])[0] in {"again", "bread"}
 
 
+def test_of_two_processes_that_want_a_name_the_second_gets_the_next_one(library, tmp_path):
+    pack(library.find("lamp"), tmp_path / "lamp.zip")
+    pack(library.find("bread"), tmp_path / "bread.zip")
+    # Another process has another instance.
+    other, names = Library(library.folder), []
+
+    def unpack_other(_):
+        names.append(other.unpack(tmp_path / "bread.zip", "Notes", lambda _: None))
+        with other.new("notes") as third:
+            names.append(third.name)
+
+    names.append(library.unpack(tmp_path / "lamp.zip", "notes", unpack_other))
+    assert names == ["Notes 2", "notes 3", "notes"]
+    for name, source in (("notes", "lamp"), ("Notes 2", "bread")):
+        assert content(library.find(name)) == content(library.find(source))
+    assert sorted(os.listdir(library.folder)) == ["Notes 2", "bread", "lamp", "notes"]
+
+
+def test_a_name_that_a_killed_process_reserved_is_free(library):
+    left = library.folder / ".notes.reserved"
+    left.write_text("")
+    with Library(library.folder, most=3).new("notes") as folder:
+        assert folder.name == "notes" and left.exists()
+        Library(library.folder)
+        assert left.exists()
+    left.write_text("")
+    Library(library.folder)
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("name", ["../x", "LAMP"])
 def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, name):
     before = content(library.folder)
     with pytest.raises(ValueError, match="name must"):
         library.add(*base, TEXTS["lamp"], name, SETTINGS)
     assert content(library.folder) == before
+
+
+def test_only_memories_fill_a_library(library, base):
+    (library.folder / "failures.jsonl").write_text("")
+    (library.folder / ".failures.jsonl.lock").write_text("")
+    held = Library(library.folder, most=3)
+    with (
+        held.new("third"),
+        pytest.raises(ValueError, match="at most 3 memories: forget some first"),
+    ):
+        held.choose_folder("fourth")
+    assert held.choose_folder("third") == library.folder / "third"
+    with pytest.raises(KeyboardInterrupt):
+        held.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
+    with pytest.raises(ValueError, match="at most 3 memories: forget some first"):
+        held.choose_folder("third")
+
+
+def test_a_memory_is_renamed_in_a_full_library_and_to_another_case(library):
+    before = content(library.find("lamp"))
+    full = Library(library.folder, most=2)
+    assert full.rename("lamp", "ferry") == "ferry"
+    assert full.rename("ferry", "Ferry") == "Ferry"
+    assert content(full.folder / "Ferry") == before
+    assert sorted(os.listdir(full.folder)) == ["Ferry", "bread"]
+    assert full.rename("bread", "ferry") == "ferry 2"
+
+
+def test_a_change_of_case_replaces_no_other_memory(library):
+    if (library.folder / "LAMP").exists():
+        pytest.skip("this system ignores case")
+    os.rename(library.find("bread"), library.folder / "LAMP")
+    assert library.rename("lamp", "LAMP") == "LAMP 2"
+    assert sorted(library.list()) == ["LAMP", "LAMP 2"]
 
 
 def test_memories_of_two_bases_are_refused(library, base):
@@ -355,6 +439,18 @@ def test_a_memory_is_found_by_its_name_alone(tmp_path):
     write(tmp_path / "skarn", Exchange("When?", long))
     found = Library(tmp_path).route(["Who owns the bakery at Dunmarrow?", "Who wrote Hamlet?"])
     assert found == ["dunmarrow-bakery", None]
+
+
+def test_a_damaged_memory_does_not_stop_the_others(library, caplog):
+    (library.find("bread") / "exchanges.jsonl").write_text("{}\n")
+    asked = ["Who lit the lamp at Skarn?", "Where is the bakery of Hilda Brass?"]
+    assert library.route(asked) == ["lamp", None]
+    assert caplog.messages[0].startswith("memory 'bread' is not found by questions: each line of ")
+    (library.find("bread") / "exchanges.jsonl").unlink()
+    with (library.find("bread") / "sample.txt").open("ab") as sample:
+        sample.write(b"\xff")
+    assert library.route(asked) == ["lamp", "bread"]
+    assert make_sample("more", library.find("bread")).endswith("\ufffdmore\n")
 
 
 def test_a_sample_is_spread_over_the_text():

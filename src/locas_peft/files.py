@@ -36,6 +36,7 @@ __all__ = [
     "load_json_lines",
     "normalize_name",
     "parse_json_lines",
+    "remove_unfinished",
     "staged",
     "staged_file",
     "write_json",
@@ -118,6 +119,18 @@ def finish_replacement(directory: str | Path) -> None:
     with suppress(FileNotFoundError):
         os.replace(complete, moving)
     _move_in(moving)
+
+
+def remove_unfinished(directory: str | Path) -> None:
+    """Remove what `staged` and `staged_file` left inside a folder in processes that have ended."""
+    for path in Path(directory).iterdir():
+        match = re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial", path.name)
+        if match is None or not _has_ended(int(match[1])):
+            continue
+        if _is_own_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -347,9 +360,13 @@ def _sweep(home: Path, prefix: str) -> None:
         match = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
         if match is None or not _is_own_folder(folder):
             continue
-        process = int(match[1])
-        if process == os.getpid() or not psutil.pid_exists(process):
+        if _has_ended(int(match[1])):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process that wrote a folder has ended; this one writes no other."""
+    return process == os.getpid() or not psutil.pid_exists(process)
 
 
 def _replace_infinities(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +111,9 @@ def serve(
             remedy = "choose another --port, 0 for any free one, or another --host"
             raise ValueError(f"{host}:{port} cannot be listened on: {remedy}") from None
         announce(address)
-        threading.Event().wait()
+        # Windows interrupts no wait without an end.
+        while True:
+            time.sleep(1.0)
     finally:
         page.close(verbose=False)
         model.close()
@@ -259,29 +260,38 @@ class _Page:
         inputs: list,
         outputs: list,
         progress: str = "hidden",
-    ) -> None:
-        """Call a function of the visitor and the inputs at an event; it may yield its outputs."""
+        cancels: Sequence[Any] = (),
+    ) -> Any:
+        """Call a function of the visitor and the inputs at an event; it may yield its outputs.
+
+        Return the event. It ends the events that it cancels.
+        """
 
         def stream(key: Any, *values: Any) -> Iterator:
+            # An uploaded text is in the folder of the visitors, as their own shelves are.
+            folders = [self._visitors.folder]
             try:
-                shown = function(self._visitors.find(key), *values)
+                visitor = self._visitors.find(key)
+                folders.insert(0, visitor.shelf.folder)
+                shown = function(visitor, *values)
                 if inspect.isgenerator(shown):
                     yield from shown
                 else:
                     yield shown
             except (ValueError, OSError) as error:
-                gr.Warning(escape(explain(error)))
+                gr.Warning(escape(explain(error, *folders)))
                 yield [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
 
         def run(key: Any, *values: Any) -> Any:
             return next(stream(key, *values))
 
-        trigger(
+        return trigger(
             stream if inspect.isgeneratorfunction(function) else run,
             [self._key, *inputs],
             outputs,
             api_visibility="private",
             show_progress=progress,
+            cancels=list(cancels),
         )
 
     # ------------------------------------------------------------------ reading
@@ -322,11 +332,7 @@ class _Page:
         return [load_text(path), propose_name(Path(path).stem)]
 
     def _begin(self, visitor: Visitor, text: str, name: str, questions: float) -> list:
-        if visitor.is_reading:
-            raise ValueError("a reading of yours is under way: stop it first, or wait for its end")
-        job = Job(name, text, int(questions))
-        self._model.read(job, visitor.shelf)
-        visitor.job = job
+        visitor.begin(Job(name, text, int(questions)), self._model)
         return self._show_job(visitor, None)
 
     def _stop_reading(self, visitor: Visitor) -> gr.Button:
@@ -366,13 +372,15 @@ class _Page:
 
     def _connect_asking(self) -> None:
         outputs = [self._question, *self._chat_view]
-        self._on(
-            self._question.submit, self._ask, [self._memory, self._question, self._chats], outputs
-        )
-        for button in self._samples:
-            self._on(button.click, self._ask, [self._memory, button, self._chats], outputs)
+        questions = [(self._question.submit, self._question)]
+        questions += [(button.click, button) for button in self._samples]
+        answers = []
+        for trigger, question in questions:
+            inputs = [self._memory, question, self._chats]
+            answers.append(self._on(trigger, self._ask, inputs, outputs))
+        # The end of an answer would bring the former conversation back.
         for trigger in (self._clear.click, self._memory.change):
-            self._on(trigger, self._begin_chats, [], self._chat_view)
+            self._on(trigger, self._begin_chats, [], self._chat_view, cancels=answers)
 
     def _begin_chats(self, visitor: Visitor) -> list:
         return [[], [], [[], []]]
@@ -557,7 +565,7 @@ def _describe_ended(job: Job) -> str:
             return "Stopped before anything was learned."
         return job.outcome
     line = f"{job.outcome}. The memory is on the shelf: {job.memory}."
-    if job.questions and not job.exchanges:
+    if job.outcome == "Done" and job.questions and not job.exchanges:
         line += " The model found nothing to ask itself."
     return line
 

@@ -6,6 +6,7 @@ adapter that is being trained.
 """
 
 import logging
+import re
 import secrets
 import shutil
 import tempfile
@@ -24,8 +25,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
-from ..library import Library, add_sources, make_sample
-from ..memories import load_memory, load_memory_config, share_weights
+from ..library import Library, add_sources, check_name, make_sample
+from ..library.routing import list_passages
+from ..library.source import holds_text
+from ..memories import (
+    CHECKPOINT_FOLDER,
+    describe_memory,
+    load_memory,
+    load_memory_config,
+    share_weights,
+)
+from ..memories.checkpoint import locked
+from ..memories.folder import TEXT
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
 from ..stages import (
@@ -39,7 +50,7 @@ from ..stages import (
     open_reading,
     open_study,
 )
-from ..text import tokenize, unwrap
+from ..text import load_text, tokenize, unwrap
 from ..ttt import Chunk, cumulative
 from ..tuner import find_ffns
 
@@ -66,6 +77,9 @@ MOST_MEMORIES = 100
 """The most memories on a shelf."""
 ROUTED = "?"
 """In place of a name: the memory that the question is about."""
+_KEY_BYTES = 32
+_KEY = r"[A-Za-z0-9_-]{43}"
+"""The form of a visitor's key, which has `_KEY_BYTES` at random."""
 _logger = logging.getLogger(__name__)
 
 
@@ -73,10 +87,20 @@ class _Stopped(Exception):  # noqa: N818
     """Raised to end a job after its step."""
 
 
-def explain(error: BaseException) -> str:
-    """Return one line for an error that a visitor can cause; it names no folder of the server."""
+def explain(error: BaseException, *folders: Path) -> str:
+    """Return one line for an error that a visitor can cause; it names no folder of the server.
+
+    Args:
+        error: what was raised.
+        folders: absolute ones, inner ones first, that are left out of the paths in a message.
+    """
     if isinstance(error, ValueError):
-        return str(error)
+        line = str(error)
+        for folder in folders:
+            # Most messages quote paths by `repr`, which doubles the backslashes of Windows.
+            for written in (repr(str(folder))[1:-1], str(folder)):
+                line = re.sub(rf"{re.escape(written)}[/\\]*", "", line)
+        return line
     if isinstance(error, OSError):
         return error.strerror or "a file cannot be read or written"
     return "the program has an error (see the server's log)"
@@ -86,11 +110,14 @@ def explain(error: BaseException) -> str:
 class Job:
     """A reading as the page shows it, written by the model's thread.
 
+    A name, a text or a number of questions that cannot be used is a `ValueError`.
+
     Attributes:
         questions: how many the model asks itself about each sentence; 0 for no self-study.
         phase: waiting, score, read, write or learn, with `done` of `total` tokens, passages or
             steps.
         memory: the name under which the memory was saved.
+        folder: of the shelf that the memory is put on.
         stop: set to end the job after its next step; the result of `stopped` is whether it ended
             before its end.
     """
@@ -104,11 +131,13 @@ class Job:
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: {"score": [], "read": []})
     exchanges: list[Exchange] = field(default_factory=list)
     memory: str | None = None
+    folder: Path | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     stopped: Future[bool] = field(default_factory=Future)
     began: float = 0.0
 
     def __post_init__(self) -> None:
+        self.name = check_name(self.name)
         if not self.text.strip():
             raise ValueError("text must not be empty: paste one, or take one below")
         if len(self.text) > MOST_CHARACTERS:
@@ -128,13 +157,16 @@ class Job:
 
     @property
     def outcome(self) -> str:
-        """Return one line on an ended job: "Done", "Stopped", or why it failed."""
+        """Return one line on an ended job: "Done", "Stopped", or what failed and why."""
         error = self.stopped.exception()
         if error is None:
             return "Stopped" if self.stopped.result() else "Done"
         if isinstance(error, _Stopped):
             return "Stopped"
-        return f"Not read: {explain(error)}"
+        folders = [] if self.folder is None else [self.folder]
+        # The memory is saved after the reading, and again after the study.
+        failed = "Not read" if self.memory is None else "Read, but not studied"
+        return f"{failed}: {explain(error, *folders)}"
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
@@ -194,6 +226,7 @@ class SharedModel:
 
         The memory is put on the shelf, also that of a stopped job.
         """
+        job.folder = shelf.folder
         job.stopped = self._submit(self._readings, lambda: self._read(job, shelf))
         with self._lock:
             self._jobs = [*self._list_jobs(), job]
@@ -223,13 +256,18 @@ class SharedModel:
         return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
     def check(self, memory: Path) -> None:
-        """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
+        """Raise a `ValueError` unless a folder holds a sound LOCAS memory for this base."""
         kind = load_memory_config(memory)["peft_type"]
         if kind != "LOCAS":
             raise ValueError(
                 f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made"
             )
         self._submit(self._answers, lambda: load_memory(share_weights(self._base), memory)).result()
+        # What is read later: where the memory is shown, at a question, and for its answer's source.
+        describe_memory(memory)
+        list_passages(memory)
+        if holds_text(memory):
+            load_text(memory / TEXT)
 
     def close(self) -> None:
         """Stop all readings, keeping what was learned, and wait for their end."""
@@ -319,10 +357,12 @@ class SharedModel:
         text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
         input_ids = tokenize(self._tokenizer, text)
         reading = self._choose_settings(base, len(input_ids))
-        job.advance("score", 0, len(input_ids))
-        for chunk in make_trainer(base, for_base(reading)).read(input_ids):
-            self._note_chunk(job, "score", chunk, len(input_ids))
-        with shelf.new(job.name) as folder:
+        # A full shelf is refused before the text is scored. The lock of the checkpoint keeps other
+        # commands out. No checkpoint is saved: the page cannot go on with one.
+        with shelf.new(job.name) as folder, locked(folder / CHECKPOINT_FOLDER):
+            job.advance("score", 0, len(input_ids))
+            for chunk in make_trainer(base, for_base(reading)).read(input_ids):
+                self._note_chunk(job, "score", chunk, len(input_ids))
             place = Place(out=folder, sample=make_sample(text), kept_text=text)
             job.advance("read", 0, len(input_ids))
             opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)
@@ -407,10 +447,22 @@ class Visitor:
     shelf: Library
     downloads: Path
     job: Job | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_reading(self) -> bool:
         return self.job is not None and not self.job.ended
+
+    def begin(self, job: Job, model: SharedModel) -> None:
+        """Begin a reading; a `ValueError` where another one of this visitor goes on."""
+        # Two clicks may come at once.
+        with self._lock:
+            if self.is_reading:
+                raise ValueError(
+                    "a reading of yours is under way: stop it first, or wait for its end"
+                )
+            model.read(job, self.shelf)
+            self.job = job
 
 
 class Visitors:
@@ -424,15 +476,24 @@ class Visitors:
     """
 
     def __init__(self, shelf: Path | None = None):
-        self._shared = None if shelf is None else Library(shelf, MOST_MEMORIES)
+        # Absolute, so that `explain` can leave it out of messages.
+        self._shared = None if shelf is None else Library(shelf.absolute(), MOST_MEMORIES)
         self.folder = Path(tempfile.mkdtemp(prefix="locas-app-"))
         self._visitors: dict[str, Visitor] = {}
         self._lock = threading.Lock()
 
     def find(self, key: Any) -> Visitor:
-        """Return the visitor with a key; a new one, with another key, where there is none."""
+        """Return the visitor with a key; a new one where there is none.
+
+        A key of the form of ours is kept: a page that is still open knows no other one. A visitor
+        with a guessed key has an empty shelf.
+        """
+        key = str(key)
         with self._lock:
-            visitor = self._visitors.pop(str(key), None) or self._make()
+            visitor = self._visitors.pop(key, None)
+            if visitor is None:
+                is_ours = re.fullmatch(_KEY, key) is not None
+                visitor = self._make(key if is_ours else secrets.token_urlsafe(_KEY_BYTES))
             # The last one used is the last.
             self._visitors[visitor.key] = visitor
             return visitor
@@ -441,7 +502,7 @@ class Visitors:
         """Remove the temporary folders."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _make(self) -> Visitor:
+    def _make(self, key: str) -> Visitor:
         idle = [visitor for visitor in self._visitors.values() if not visitor.is_reading]
         if len(self._visitors) >= MOST_VISITORS and idle:
             del self._visitors[idle[0].key]
@@ -450,4 +511,4 @@ class Visitors:
         downloads = folder / "downloads"
         downloads.mkdir()
         shelf = self._shared or Library(folder / "shelf", MOST_MEMORIES)
-        return Visitor(secrets.token_urlsafe(), shelf, downloads)
+        return Visitor(key, shelf, downloads)

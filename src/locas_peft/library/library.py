@@ -8,12 +8,12 @@ accepts, and links are not followed. Names are normalized, whatever form a syste
 from __future__ import annotations
 
 import builtins
+import logging
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import count
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,16 @@ from transformers import PreTrainedModel
 
 from locas_settings import StageSettings
 
-from ..files import finish_replacement, fold_name, normalize_name, staged
+from ..checks import first_line
+from ..files import (
+    finish_replacement,
+    fold_name,
+    normalize_name,
+    remove_unfinished,
+    staged,
+)
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
-from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
+from ..memories.checkpoint import CHECKPOINT_FOLDER, LOCK, InUse, held, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
 from ..stages import Place, ReadSettings, Record, complete, read, study
@@ -37,6 +44,9 @@ __all__ = ["Library"]
 
 _FORGOTTEN = ".forgotten"
 """The ending of a folder that is being deleted."""
+_RESERVED = ".reserved"
+"""The ending of the lock file of a name, before which it has the folded name."""
+_logger = logging.getLogger(__name__)
 
 
 class Library:
@@ -50,9 +60,8 @@ class Library:
     def __init__(self, folder: str | Path, most: int | None = None):
         self.folder = Path(folder)
         self._most = most
+        # Held by the thread that looks for room and takes it.
         self._lock = threading.Lock()
-        # The names of memories that are being made.
-        self._reserved: set[str] = set()
         if (self.folder / MEMORY_CONFIG).is_file():
             raise ValueError(
                 "a library must be a folder of memories, "
@@ -64,6 +73,7 @@ class Library:
             shutil.rmtree(forgotten, ignore_errors=True)
         for name in self._list_names():
             finish_replacement(self._locate(name))
+        self._list_reserved()
 
     def __contains__(self, name: str) -> bool:
         """Return whether a memory has this name: a folder here, not a link, with a config in it."""
@@ -127,34 +137,73 @@ class Library:
                     f"got {name!r}: choose another"
                 )
         if name not in others:
-            self._check_room(others)
+            self._check_room()
         return self._locate(name)
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the folder for a new memory, under a free name, such as "name 2"."""
-        free_name = self._reserve(check_name(name))
-        try:
-            yield self.folder / free_name
-        finally:
+        """Yield the folder for a new memory, under a free name, such as "name 2".
+
+        Within the context no other memory gets the name, in this process or another one, and what
+        is made under it is neither renamed nor forgotten.
+        """
+        name = check_name(name)
+        with ExitStack() as stack:
             with self._lock:
-                self._reserved.discard(fold_name(free_name))
+                self._check_room()
+                free_name = self._reserve_free(name, stack)
+            yield self.folder / free_name
 
-    def _reserve(self, name: str) -> str:
-        """Return a name that no other memory here gets, and no file has."""
-        with self._lock:
-            taken = self._reserved | {fold_name(entry) for entry in os.listdir(self.folder)}
-            self._check_room(taken)
-            free_name = name
-            for number in count(2):
-                if fold_name(free_name) not in taken:
-                    break
-                free_name = f"{name[:50].rstrip()} {number}"
-            self._reserved.add(fold_name(free_name))
-            return free_name
+    def _reserve_free(self, name: str, stack: ExitStack) -> str:
+        """Return a name that no other memory here gets before the stack is closed, and no file has.
 
-    def _check_room(self, names: set[str]) -> None:
-        if self._most is not None and len(names) >= self._most:
+        It is the name itself, or the name with the next free number.
+        """
+        free_name = name
+        number = 1
+        while not self._try_to_reserve(free_name, stack):
+            number += 1
+            free_name = f"{name[:50].rstrip()} {number}"
+        return free_name
+
+    def _try_to_reserve(self, name: str, stack: ExitStack) -> bool:
+        """Reserve a name until the stack is closed; return whether it was free."""
+        with ExitStack() as tried:
+            try:
+                tried.enter_context(self._reserved(name))
+            except InUse:
+                return False
+            # Another process may have finished a memory of this name before the lock was free.
+            if fold_name(name) in {fold_name(entry) for entry in os.listdir(self.folder)}:
+                return False
+            stack.enter_context(tried.pop_all())
+            return True
+
+    def _reserved(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which a name is reserved, for all processes.
+
+        Entering it raises `InUse` where the name is reserved already.
+        """
+        return held(self.folder / f".{fold_name(name)}{_RESERVED}")
+
+    def _list_reserved(self) -> set[str]:
+        """Return the folded names that are reserved, and remove the locks of killed processes."""
+        names = set()
+        for lock in self.folder.glob(f".*{_RESERVED}"):
+            try:
+                with held(lock):
+                    pass
+            # The folder may belong to another user.
+            except (InUse, OSError):
+                names.add(lock.name[1:].removesuffix(_RESERVED))
+        return names
+
+    def _check_room(self) -> None:
+        """Raise a `ValueError` where no other memory may be added; other files do not count."""
+        if self._most is None:
+            return
+        memories = {fold_name(name) for name in [*self.list(), *self.list_unfinished()]}
+        if len(memories | self._list_reserved()) >= self._most:
             raise ValueError(
                 f"this library must hold at most {self._most} memories: forget some first"
             )
@@ -222,35 +271,60 @@ class Library:
         )
 
     def rename(self, name: str, new_name: str) -> str:
-        """Give a memory another name, which is returned: the next free one where it is taken."""
+        """Give a memory another name, which is returned: the next free one where it is taken.
+
+        A memory that is being made, or is in use, is a `ValueError`.
+        """
         source = self.find(name)
-        if check_name(new_name) == normalize_name(name):
-            return normalize_name(name)
-        with self.new(new_name) as target:
-            os.rename(source, target)
+        name = normalize_name(name)
+        new_name = check_name(new_name)
+        if new_name == name:
+            return name
+        with self._claimed(name), ExitStack() as stack:
+            target = self.folder / new_name
+            # A change of case. Some systems have one folder under both names.
+            is_free = fold_name(new_name) == fold_name(name) and (
+                not target.exists() or target.samefile(source)
+            )
+            if not is_free:
+                target = self.folder / self._reserve_free(new_name, stack)
+            _move(source, target)
         return target.name
 
     def forget(self, name: str) -> None:
         """Delete a memory, finished or not, whole or not at all.
 
-        One that is in use, or has other files, is a `ValueError`.
+        One that is being made, is in use, or has other files, is a `ValueError`.
         """
         name = normalize_name(name)
         folder = self._locate(name) if name in self.list_unfinished() else self.find(name)
-        foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
+        with self._claimed(name):
+            self._forget(name, folder)
+
+    @contextmanager
+    def _claimed(self, name: str) -> Iterator[None]:
+        """Reserve the name of a memory within the context; `InUse` while it is being made."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._reserved(name))
+            except InUse:
+                remedy = "wait for its end, or stop its reading first"
+                raise InUse(f"memory {name!r} is being made: {remedy}") from None
+            yield
+
+    def _forget(self, name: str, folder: Path) -> None:
+        with locked(folder / CHECKPOINT_FOLDER):
+            # A process may have been killed while it wrote the memory.
+            finish_replacement(folder)
+            remove_unfinished(folder)
+            foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             raise ValueError(
                 f"memory {name!r} must hold its own files alone, "
                 f"got {foreign[0]!r} too: move it away"
             )
         forgotten = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
-        with locked(folder / CHECKPOINT_FOLDER):
-            if os.name != "nt":
-                os.rename(folder, forgotten)
-        # Windows renames no folder in which a file, such as the lock, is open. It therefore also
-        # refuses a folder that another process has begun to use since.
-        if os.name == "nt":
-            os.rename(folder, forgotten)
+        _move(folder, forgotten)
         while forgotten.exists():
             # A process that opens the library deletes it too.
             with suppress(FileNotFoundError):
@@ -308,7 +382,28 @@ class Library:
     def route(self, questions: Sequence[str]) -> builtins.list[str | None]:
         """Return for each question the name of the memory that it is about; None for none.
 
-        Of two memories that fit as well, the later one is taken. See `routing`.
+        Of two memories that fit as well, the later one is taken. A damaged one is left out, and a
+        warning is logged. See `routing`.
         """
-        memories = {name: list_passages(self._locate(name)) for name in self.list()}
+        memories = {}
+        for name in self.list():
+            try:
+                memories[name] = list_passages(self._locate(name))
+            except (ValueError, OSError) as error:
+                _logger.warning("memory %r is not found by questions: %s", name, first_line(error))
         return route(memories, questions)
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Rename the folder of a memory, unless a reading is using it (`InUse`)."""
+    with locked(folder / CHECKPOINT_FOLDER):
+        if os.name != "nt":
+            os.rename(folder, target)
+            # The lock has moved too. It is removed while it is held, as `held` does.
+            (target / CHECKPOINT_FOLDER / LOCK).unlink()
+            with suppress(OSError):
+                (target / CHECKPOINT_FOLDER).rmdir()
+    # Windows renames no folder in which a file, such as the lock, is open. It therefore also
+    # refuses a folder that another process has begun to use since.
+    if os.name == "nt":
+        os.rename(folder, target)

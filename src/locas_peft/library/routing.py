@@ -153,13 +153,16 @@ def make_sample(text: str, earlier: str | Path | None = None) -> str:
     sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[::step])
     if earlier is None or not (Path(earlier) / SAMPLE).is_file():
         return sample
-    before = (Path(earlier) / SAMPLE).read_text(encoding="utf-8")
+    before = _load_sample(Path(earlier))
     # The sample may have been added before a kill.
     return before if before.endswith(sample) else before + sample
 
 
 def list_passages(memory: Path) -> list[str]:
-    """Return what a memory is found by: its name, its studied passages, its sample's lines."""
+    """Return what a memory is found by: its name, its studied passages, its sample's lines.
+
+    A `ValueError` where its exchanges are damaged.
+    """
     passages = [memory.name.replace("_", " ")]
     for read in (_read_exchanges, _read_sample):
         # A memory need not have the file, and another process may forget the memory meanwhile.
@@ -175,4 +178,9 @@ def _read_exchanges(memory: Path) -> Iterator[str]:
 
 
 def _read_sample(memory: Path) -> list[str]:
-    return (memory / SAMPLE).read_text(encoding="utf-8").splitlines()
+    return _load_sample(memory).splitlines()
+
+
+def _load_sample(memory: Path) -> str:
+    """Return a memory's sample; what is not UTF-8 in it finds nothing."""
+    return (memory / SAMPLE).read_text(encoding="utf-8", errors="replace")
