@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from locas_peft.evaluation import (
     load_column,
     load_documents,
     load_locomo,
+    perplexity,
     run_units,
     runs,
     units,
@@ -393,6 +395,24 @@ def test_perplexity_of_several_documents(run, tmp_path):
     code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
     fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
     assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
+
+
+def test_a_reading_that_diverged_costs_no_other_figures(tmp_path, monkeypatch):
+    def read_nothing(self, ids, settings, path, label, *, keep_memory):
+        nats = 12.0 if settings.method == "none" else math.nan
+        marks = {"perplexity_at": {}, "perplexity_between": {}}
+        result = {"nll_nats": nats, "scored_tokens": 4, "perplexity": nats, **marks}
+        return Unit(path, lambda: result)
+
+    base, tokenizer = backbone.load()
+    methods = {name: ReadSettings(method=name) for name in ("none", "lora")}
+    run = Run(base, tokenizer, methods, tmp_path)
+    monkeypatch.setattr(Run, "learning", read_nothing)
+    figures = perplexity.run_perplexity(run, {"book": torch.arange(5)})
+    assert figures["means"]["none"]["nll_per_token"]["mean"] == 3
+    assert math.isnan(figures["means"]["lora"]["perplexity"])
+    rows = perplexity.tabulate(figures)[0].rows
+    assert rows == [["none", "12.00", "20.09"], ["lora", "-", "-"]]
 
 
 def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
