@@ -261,6 +261,18 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
     assert make_prompts(model, tokenizer, conversation, "no-context", max_new_tokens=8)[1] == 0
 
 
+def test_full_context_leaves_room_for_the_longest_gold_answer(tmp_path):
+    model, tokenizer = backbone.load()
+    sample = make_samples()[0]
+    for turn in sample["conversation"]["session_1"]:
+        turn["text"] *= 200
+    sample["qa"][0]["answer"] = "the boats lay still " * 12
+    talk = load_locomo(write_samples(tmp_path, [sample]))[0][0]
+    prompts, _ = make_prompts(model, tokenizer, talk, "full-context", max_new_tokens=8)
+    gold = encode_answer(tokenizer, talk.questions[0].answer)
+    assert len(gold) > 8 and max(map(len, prompts)) <= 2048 - len(gold)
+
+
 def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     samples = make_samples()
     for turn in samples[0]["conversation"]["session_1"]:
