@@ -1492,3 +1492,13 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
         [sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True
     )
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
+
+
+def test_a_text_that_is_read_in_part_is_kept_in_part(run, tmp_path):
+    content = "The keeper walked\nto the sea. " * 60 + "General Zorblat."
+    (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+    options = [*FAST, *NO_ANCHOR, "--max-tokens", "100", "--r", "2"]
+    assert run("read", "text.txt", "--library", "shelf", *options)[0] == 0
+    kept = (tmp_path / "shelf/text/text.txt").read_text(encoding="utf-8")
+    assert content.startswith(kept) and "\n" in kept and len(kept) < len(content) / 2
+    assert "Zorblat" not in (tmp_path / "shelf/text/sample.txt").read_text(encoding="utf-8")

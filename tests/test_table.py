@@ -909,3 +909,13 @@ def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path
     assert (
         err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 15
     )
+
+
+def test_what_was_not_read_is_not_kept(tmp_path, base, monkeypatch):
+    kept = []
+    monkeypatch.setattr(Library, "add", lambda *_, **options: kept.append(options))
+    rows = [{"name": "ann", "text": "One\ntwo three. " * 40 + "Zorblat.", "max_tokens": 60}]
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
+    teach(tmp_path / "library", base, documents, unwrapped=True)
+    assert kept[0]["kept_text"].startswith("One\ntwo three. One\n")
+    assert "Zorblat" not in kept[0]["kept_text"] + kept[0]["sample"]

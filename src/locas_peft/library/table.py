@@ -29,7 +29,7 @@ from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
 from ..stages import ReadSettings, choose_values
-from ..text import load_text, unwrap
+from ..text import cut_text, load_text, unwrap
 from .library import Library
 from .names import FAILURES, check_name
 from .routing import make_sample
@@ -389,7 +389,8 @@ def _teach(
         content = document.load()
         text = unwrap(content) if unwrapped else content
         # What is stored of the text is as it was written.
-        options = {"sample": make_sample(content), "kept_text": content, **options}
+        kept_text = cut_text(tokenizer, content, document.settings.max_tokens, unwrapped)
+        options = {"sample": make_sample(kept_text), "kept_text": kept_text, **options}
         name = document.memory_name
         library.add(base, tokenizer, text, name, document.settings, resume=True, **options)
     except InUse:
