@@ -36,6 +36,7 @@ from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.selfstudy import Exchange, learning, lessons, save_exchanges
 from locas_peft.stages import METHODS
+from locas_peft.tables import Sheet
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
 from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
@@ -1502,3 +1503,18 @@ def test_a_text_that_is_read_in_part_is_kept_in_part(run, tmp_path):
     kept = (tmp_path / "shelf/text/text.txt").read_text(encoding="utf-8")
     assert content.startswith(kept) and "\n" in kept and len(kept) < len(content) / 2
     assert "Zorblat" not in (tmp_path / "shelf/text/sample.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["--seed", "--max-tokens"])
+def test_a_full_demo_refuses_options_that_it_would_ignore(run, option):
+    line = f"--full has its own seeds and whole pages, got {option}: leave it out"
+    assert refused(run, "demo", "--full", option, 7) == line
+
+
+def test_a_full_demo_writes_its_rows(run, tmp_path, monkeypatch, chat_model):
+    table = Sheet("", ["", "right, %"], [["lora", "50.0"]])
+    monkeypatch.setattr(demo.Comparison, "run", lambda *_: table)
+    arguments = ["demo", "--full", "--model", chat_model, "--device", "cpu"]
+    assert run(*arguments, "--json", "rows.json")[0] == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows == [{"method": "lora", "right, %": "50.0"}]

@@ -48,8 +48,8 @@ def demo(
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read.
-        seed: set before each method.
+        max_tokens: tokens to read; not for --full, which has whole pages.
+        seed: set before each method; not for --full, which has seeds of its own.
         device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import demo as page
@@ -60,6 +60,9 @@ def demo(
     from .running import load
 
     stdout, stderr = open_consoles(json_file)
+    if full and (seed or max_tokens != READ_TOKENS):
+        option = "--seed" if seed else "--max-tokens"
+        raise ValueError(f"--full has its own seeds and whole pages, got {option}: leave it out")
     reading = ReadSettings(r=r, seed=seed, max_tokens=max_tokens)
     check_output_directory("--out", out)
     is_demo_folder = (out / DEMO_JSON).exists()
@@ -77,7 +80,8 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])
     if full:
-        _compare_studies(base, StudySettings(r=r), out / FULL, stdout, stderr)
+        rows = _compare_studies(base, StudySettings(r=r), out / FULL, stdout, stderr)
+        write_result(json_file, rows)
         return
     rows = _read_pages(base, reading, out, stdout, stderr)
     following = f'locas generate "The bridge" --memory {out / METHODS[1]}'
@@ -158,8 +162,8 @@ def _study_page(
 
 def _compare_studies(
     base: Any, settings: StudySettings, out: Path, stdout: Console, stderr: Console
-) -> None:
-    """Compare studies of pages by Locas and LoRA; print the table."""
+) -> list[dict[str, str]]:
+    """Compare studies of pages by Locas and LoRA; print the table, and return its rows."""
     from locas_peft import demo as page
     from locas_peft.stages import complete_all
 
@@ -168,6 +172,8 @@ def _compare_studies(
         table = page.Comparison(base.model, base.tokenizer, methods, out).run(progress)
     stdout.print(table.to_rich())
     stdout.print(f"Single results: {out}")
+    keys = ["method", *table.headers[1:]]
+    return [dict(zip(keys, row, strict=True)) for row in table.rows]
 
 
 def app(
