@@ -1518,3 +1518,10 @@ def test_a_full_demo_writes_its_rows(run, tmp_path, monkeypatch, chat_model):
     assert run(*arguments, "--json", "rows.json")[0] == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows == [{"method": "lora", "right, %": "50.0"}]
+
+
+def test_demo_of_a_base_without_gates_compares_the_method_for_it(run, tmp_path):
+    arguments = ["--model", backbone.MLP_NAME, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    code, stdout, _ = run("demo", "--out", "demo", *arguments)
+    assert code == 0 and "--memory demo/locas-mlp" in stdout
+    assert names(tmp_path / "demo") == ["demo.json", "locas-mlp", "lora"]
