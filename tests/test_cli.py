@@ -1525,3 +1525,8 @@ def test_demo_of_a_base_without_gates_compares_the_method_for_it(run, tmp_path):
     code, stdout, _ = run("demo", "--out", "demo", *arguments)
     assert code == 0 and "--memory demo/locas-mlp" in stdout
     assert names(tmp_path / "demo") == ["demo.json", "locas-mlp", "lora"]
+
+
+def test_questions_that_are_not_utf8_are_refused(run):
+    line = "QUESTION must be valid UTF-8, got 'caf\\udce9 what?': convert it, for instance with"
+    assert refused(run, "ask", "caf\udce9 what?", "--memory", "m").startswith(line)
