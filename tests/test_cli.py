@@ -813,9 +813,9 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
-    assert refused(run, *arguments, 8).startswith(
-        "message and --max-new-tokens must fit the model's 2048 positions"
-    )
+    code, stdout, stderr = run(*arguments, 8)
+    line = "error: message and --max-new-tokens must fit the model's 2048 positions"
+    assert (code, stdout) == (0, "") and stderr.startswith(line)
 
 
 def test_study_learns_given_exchanges(run, tmp_path):
@@ -1530,3 +1530,19 @@ def test_demo_of_a_base_without_gates_compares_the_method_for_it(run, tmp_path):
 def test_questions_that_are_not_utf8_are_refused(run):
     line = "QUESTION must be valid UTF-8, got 'caf\\udce9 what?': convert it, for instance with"
     assert refused(run, "ask", "caf\udce9 what?", "--memory", "m").startswith(line)
+
+
+def test_chat_goes_on_after_a_message_that_it_cannot_answer(run, chat_model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        answers, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
+    )
+    lines = b"Hello?\ncaf\xe9\n" + b"word " * 2100 + b"\nAnd you?\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu")
+    code, stdout, stderr = run(*arguments)
+    assert (code, stdout) == (0, "Fine.\nFine.\n")
+    not_utf8, too_long = stderr.splitlines()
+    assert not_utf8.startswith("error: message must be valid UTF-8, got 'caf\\udce9': ")
+    assert too_long.startswith("error: message and --max-new-tokens must fit the model's 2048 ")
+    assert seen[1] == "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"

@@ -1,5 +1,6 @@
 """Ask a model with a memory: ask, chat, generate."""
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -212,6 +213,8 @@ def chat(
 ) -> None:
     """Talk with a model about what it has read: one message a line; /exit ends it.
 
+    A message that cannot be answered, such as one that is too long, is left out with an error.
+
     Args:
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
@@ -227,18 +230,17 @@ def chat(
             f"model must have a chat template, got {loaded.name!r} without one: use locas generate"
         )
     turns: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            stderr.print("> ", end="")
-        line = sys.stdin.readline()
-        message = line.strip()
-        if not line or message == "/exit":
-            return
-        if not message:
-            continue
+    for message in _read_messages(stderr):
         turns.append({"role": "user", "content": message})
-        with _options_named():
-            (reply,) = model.reply([turns], temperature=temperature, seed=seed)
+        try:
+            _check_utf8("message", message)
+            with _options_named():
+                (reply,) = model.reply([turns], temperature=temperature, seed=seed)
+        except ValueError as error:
+            # The turns before it are kept.
+            turns.pop()
+            stderr.print(f"error: {printable(str(error))}")
+            continue
         if answerer.source:
             (reply,) = _add_sources([reply], loaded, answerer)
         turns.append({"role": "assistant", "content": reply.text})
@@ -247,6 +249,22 @@ def chat(
         stdout.print(reply.text)
         if answerer.source:
             _show_source(reply, stdout)
+
+
+def _read_messages(stderr: Console) -> Iterator[str]:
+    """Yield the lines of standard input that are not empty, until /exit or its end."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A message that is not UTF-8 must not end the chat.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    while True:
+        if sys.stdin.isatty():
+            stderr.print("> ", end="")
+        line = sys.stdin.readline()
+        message = line.strip()
+        if not line or message == "/exit":
+            return
+        if message:
+            yield message
 
 
 @contextmanager
