@@ -190,6 +190,7 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
         "name": ["ann", "bob"],
         "text": ["Some text.", "Other text."],
         "lr": [0.5, None],
+        "r": [2, None],
         "url": ["u", "v"],
     }
     path = tmp_path / f"d.{kind}"
@@ -197,7 +198,7 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     ann, bob = load_table(str(path), SETTINGS)
     assert (ann.name, ann.text, ann.error) == ("ann", "Some text.", "")
     assert (bob.name, bob.text, bob.settings) == ("bob", "Other text.", SETTINGS)
-    assert ann.settings == replace(SETTINGS, learning_rate=0.5)
+    assert ann.settings == replace(SETTINGS, learning_rate=0.5, r=2)
 
 
 # ---------------------------------------------------------------------- teaching

@@ -115,8 +115,14 @@ def load_table(source: str, settings: StageSettings) -> list[Document]:
 
 
 def _keep(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a row's values of some names."""
-    return {name: value for name, value in row.items() if name in names}
+    """Return a row's values of some names; a whole number in a column of floats is an int."""
+    kept = {}
+    for name, value in row.items():
+        if name in names:
+            # A CSV column of whole numbers is read as floats where a row has none.
+            is_whole = isinstance(value, float) and value.is_integer()
+            kept[name] = int(value) if is_whole else value
+    return kept
 
 
 def _parse_row(
