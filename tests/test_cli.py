@@ -1546,3 +1546,8 @@ def test_chat_goes_on_after_a_message_that_it_cannot_answer(run, chat_model, mon
     assert not_utf8.startswith("error: message must be valid UTF-8, got 'caf\\udce9': ")
     assert too_long.startswith("error: message and --max-new-tokens must fit the model's 2048 ")
     assert seen[1] == "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"
+
+
+def test_a_temperature_is_a_number(run):
+    line = refused(run, "generate", "a", "--memory", "m", "--temperature", "nan")
+    assert "--temperature" in line and "must be a number, got nan" in line
