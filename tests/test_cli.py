@@ -1551,3 +1551,20 @@ def test_chat_goes_on_after_a_message_that_it_cannot_answer(run, chat_model, mon
 def test_a_temperature_is_a_number(run):
     line = refused(run, "generate", "a", "--memory", "m", "--temperature", "nan")
     assert "--temperature" in line and "must be a number, got nan" in line
+
+
+def test_a_resized_memory_goes_on(run, memory, tmp_path):
+    assert run("resize", memory, "--r", 20, "--text", "text.txt", "--out", "wide")[0] == 0
+    assert (tmp_path / "wide" / "text.txt").read_bytes() == (memory / "text.txt").read_bytes()
+    again = ("read", "text.txt", "--out", "wide", "--r", 20, *FAST, *NO_ANCHOR)
+    line = "--out 'wide' holds a memory that was resized: choose another folder, or give"
+    assert refused(run, *again, "--resume").startswith(line)
+    assert run("read", "text.txt", "--from", "wide", *FAST, *NO_ANCHOR)[0] == 0
+    resized, read = read_stages(tmp_path / "wide")
+    assert (resized["r"], resized["resized_from"]) == (20, 16)
+    assert (read["r"], read["resized_from"]) == (20, None)
+
+
+def test_a_memory_that_has_the_width_already_is_not_resized(run, memory):
+    line = "--r must differ from the memory's width, got 16, which it has already: give another"
+    assert refused(run, "resize", memory, "--r", 16, "--out", "same").startswith(line)

@@ -45,6 +45,8 @@ class Record:
         stopped: whether the caller stopped the stage before its end.
         origin: SHA-256 of the tensors of the memory that the stage went on with under another
             name, or None.
+        resized_from: the r that the stage had, where the memory was resized since. The settings
+            have its present r.
     """
 
     settings: AdapterSettings
@@ -58,6 +60,7 @@ class Record:
     origin: str | None = None
     base_sha256: str | None = None
     tokenizer_sha256: str | None = None
+    resized_from: int | None = None
 
     @property
     def kind(self) -> str:
