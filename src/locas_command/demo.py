@@ -119,7 +119,7 @@ def _read_pages(
     from locas_peft import demo as page
     from locas_peft.model import count_positions
     from locas_peft.stages import complete_all
-    from locas_peft.tables import Sheet
+    from locas_peft.tables import Sheet, format_figure
 
     window = min(512, count_positions(base.model) or 512)
     settings = replace(settings, model=base.name, window=window, context="cache")
@@ -138,7 +138,7 @@ def _read_pages(
                     f"{record.extra_parameters:,}",
                     f"{record.perplexity:.2f}",
                     f"{record.seconds:.0f}",
-                    f"{read.change_nats:.3f}",
+                    format_figure(read.change_nats, 3),
                 ]
             )
     changes = "change of other answers, nats a token"
