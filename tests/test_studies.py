@@ -616,6 +616,8 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
         ValueError, match=r"^documents must have different names, got 'a' twice: rename "
     ):
         load_documents([str(tmp_path), str(tmp_path / "a.txt")])
+    (tmp_path / "a.json.txt").write_text("third")
+    assert list(load_documents([str(tmp_path)])) == ["a_json", "a", "b"]
     rows = tmp_path / "rows"
     rows.mkdir()
     lines = [json.dumps({"text": text}) for text in ("one", " ", "three")]
