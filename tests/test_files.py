@@ -229,6 +229,12 @@ def test_lists_of_numbers_take_one_line():
     assert json.loads(format_json([["[\n1]"]])) == [["[\n1]"]]
 
 
+def test_a_drive_that_does_not_exist_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    with pytest.raises(ValueError, match="^--out must be on an existing drive, got '.*': choose"):
+        check_output_directory("--out", tmp_path)
+
+
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")

@@ -282,7 +282,12 @@ def check_output_directory(option: str, path: str | Path) -> None:
     Nothing is written. `option` is the name of the option that gives the folder.
     """
     path = Path(os.path.abspath(path))
-    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    existing = next(filter(os.path.lexists, (path, *path.parents)), None)
+    if existing is None:
+        # Windows has no such drive.
+        raise ValueError(
+            f"{option} must be on an existing drive, got {str(path)!r}: choose another"
+        )
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a broken link"
         got = f"{str(path)!r} ({existing.name} is {kind})"
