@@ -10,7 +10,7 @@ from typing import Any
 from peft import PeftConfig, PeftModel
 
 from ..checks import describe_difference
-from ..files import finish_replacement, write_json
+from ..files import drop_former, finish_replacement, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import (
     MEMORY_CONFIG,
@@ -69,19 +69,7 @@ def save_stages(
         keeps_former: whether a sample or a text that is None stays as it is in the folder. An
             empty one is removed in any case.
     """
-
     texts = {SAMPLE: sample, TEXT: kept_text}
-
-    def add_files(folder: Path) -> None:
-        write_json(folder / RECORD, records_to_json(records))
-        if exchanges:
-            save_exchanges(folder / EXCHANGES, exchanges)
-        for name, content in texts.items():
-            if content:
-                (folder / name).write_text(content, encoding="utf-8", newline="\n")
-
-    card = _make_card(model.peft_config[model.active_adapter], records)
-    save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
     # Files of the memory that this one replaces.
     stale = [READING, PASSAGES, SIGNATURE, TEXT_SIGNATURE]
     if not exchanges:
@@ -90,8 +78,18 @@ def save_stages(
         stays = content is None and keeps_former
         if not content and not stays:
             stale.append(name)
-    for name in stale:
-        (Path(directory) / name).unlink(missing_ok=True)
+
+    def add_files(folder: Path) -> None:
+        write_json(folder / RECORD, records_to_json(records))
+        if exchanges:
+            save_exchanges(folder / EXCHANGES, exchanges)
+        for name, content in texts.items():
+            if content:
+                (folder / name).write_text(content, encoding="utf-8", newline="\n")
+        drop_former(folder, stale)
+
+    card = _make_card(model.peft_config[model.active_adapter], records)
+    save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
 
 
 def copy_history(memory: Path, folder: Path, r: int, directory: Path) -> None:
