@@ -34,6 +34,7 @@ from locas_peft.bases import loading
 from locas_peft.evaluation import drift
 from locas_peft.selfstudy import Exchange, learning, lessons, save_exchanges
 from locas_peft.stages import METHODS
+from locas_peft.tables import Sheet
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
 from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
@@ -562,6 +563,30 @@ def test_chat_in_a_library_names_the_memory_that_replied(
     monkeypatch.setattr(sys, "stdin", io.StringIO(messages))
     lines = run(*arguments)[1].splitlines()
     assert [line for line in lines if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
+
+
+def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
+    lines = ["word " * 700, "word " * 700, "word " * 2100]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
+    arguments = (
+        "chat",
+        "--without-memory",
+        "--model",
+        chat_model,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+    )
+    lengths = []
+    monkeypatch.setattr(
+        answers, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."]
+    )
+    assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
+    assert lengths[1] == lengths[0]  # the first turn no longer fits
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
+    code, stdout, stderr = run(*arguments, 8)
+    line = "error: message and --max-new-tokens must fit the model's 2048 positions"
+    assert (code, stdout) == (0, "") and stderr.startswith(line)
 
 
 def test_study_learns_given_exchanges(run, tmp_path):
@@ -1110,3 +1135,78 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
         [sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True
     )
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
+
+
+def test_a_text_that_is_read_in_part_is_kept_in_part(run, tmp_path):
+    content = "The keeper walked\nto the sea. " * 60 + "General Zorblat."
+    (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+    options = [*FAST, *NO_ANCHOR, "--max-tokens", "100", "--r", "2"]
+    assert run("read", "text.txt", "--library", "shelf", *options)[0] == 0
+    kept = (tmp_path / "shelf/text/text.txt").read_text(encoding="utf-8")
+    assert content.startswith(kept) and "\n" in kept and len(kept) < len(content) / 2
+    assert "Zorblat" not in (tmp_path / "shelf/text/sample.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["--seed", "--max-tokens"])
+def test_a_full_demo_refuses_options_that_it_would_ignore(run, option):
+    line = f"--full has its own seeds and whole pages, got {option}: leave it out"
+    assert refused(run, "demo", "--full", option, 7) == line
+
+
+def test_a_full_demo_writes_its_rows(run, tmp_path, monkeypatch, chat_model):
+    table = Sheet("", ["", "right, %"], [["lora", "50.0"]])
+    monkeypatch.setattr(demo.Comparison, "run", lambda *_: table)
+    arguments = ["demo", "--full", "--model", chat_model, "--device", "cpu"]
+    assert run(*arguments, "--json", "rows.json")[0] == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows == [{"method": "lora", "right, %": "50.0"}]
+
+
+def test_demo_of_a_base_without_gates_compares_the_method_for_it(run, tmp_path):
+    arguments = ["--model", backbone.MLP_NAME, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    code, stdout, _ = run("demo", "--out", "demo", *arguments)
+    assert code == 0 and "--memory demo/locas-mlp" in stdout
+    assert names(tmp_path / "demo") == ["demo.json", "locas-mlp", "lora"]
+
+
+def test_questions_that_are_not_utf8_are_refused(run):
+    line = "QUESTION must be valid UTF-8, got 'caf\\udce9 what?': convert it, for instance with"
+    assert refused(run, "ask", "caf\udce9 what?", "--memory", "m").startswith(line)
+
+
+def test_chat_goes_on_after_a_message_that_it_cannot_answer(run, chat_model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        answers, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
+    )
+    lines = b"Hello?\ncaf\xe9\n" + b"word " * 2100 + b"\nAnd you?\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu")
+    code, stdout, stderr = run(*arguments)
+    assert (code, stdout) == (0, "Fine.\nFine.\n")
+    not_utf8, too_long = stderr.splitlines()
+    assert not_utf8.startswith("error: message must be valid UTF-8, got 'caf\\udce9': ")
+    assert too_long.startswith("error: message and --max-new-tokens must fit the model's 2048 ")
+    assert seen[1] == "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"
+
+
+def test_a_temperature_is_a_number(run):
+    line = refused(run, "generate", "a", "--memory", "m", "--temperature", "nan")
+    assert "--temperature" in line and "must be a number, got nan" in line
+
+
+def test_a_resized_memory_goes_on(run, memory, tmp_path):
+    assert run("resize", memory, "--r", 20, "--text", "text.txt", "--out", "wide")[0] == 0
+    assert (tmp_path / "wide" / "text.txt").read_bytes() == (memory / "text.txt").read_bytes()
+    again = ("read", "text.txt", "--out", "wide", "--r", 20, *FAST, *NO_ANCHOR)
+    line = "--out 'wide' holds a memory that was resized: choose another folder, or give"
+    assert refused(run, *again, "--resume").startswith(line)
+    assert run("read", "text.txt", "--from", "wide", *FAST, *NO_ANCHOR)[0] == 0
+    resized, read = read_stages(tmp_path / "wide")
+    assert (resized["r"], resized["resized_from"]) == (20, 16)
+    assert (read["r"], read["resized_from"]) == (20, None)
+
+
+def test_a_memory_that_has_the_width_already_is_not_resized(run, memory):
+    line = "--r must differ from the memory's width, got 16, which it has already: give another"
+    assert refused(run, "resize", memory, "--r", 16, "--out", "same").startswith(line)

@@ -195,6 +195,12 @@ def test_tokens_are_drawn_as_generate_draws_them():
         assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_very_low_temperature_draws_the_likeliest_token():
+    logits = torch.tensor([[1.0, 90.0, 3.0]])
+    for temperature in (1e-3, 1e-38, 1e-300):
+        assert draw(temperature, torch.Generator())(logits).tolist() == [1]
+
+
 def test_only_the_likeliest_tokens_are_drawn():
     logits = torch.arange(6.0).repeat(500, 1)
     generator = torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from locas_peft import files
 from locas_peft.files import (
     check_output_directory,
     check_output_file,
+    drop_former,
     finish_replacement,
     format_json,
     is_disk_full,
@@ -111,6 +112,31 @@ def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(
         fill(folder, "newer")
     assert contents(tmp_path) == {"a": "newer", "b": "newer", "c/d": "newer", "notes": "mine"}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_former_files_leave_with_the_replacement(tmp_path, monkeypatch):
+    folder = tmp_path / "memory"
+    for number, names in enumerate((["a", "b"], ["c"]), 1):
+        with staged(folder) as new:
+            for name in names:
+                (new / name).write_text(f"{number}")
+            drop_former(new, ["b", "none"] if number > 1 else ["none"])
+    assert contents(folder) == {"a": "1", "c": "2"}
+    assert sorted(os.listdir(folder)) == ["a", "c"]
+    moves, replace = [], os.replace
+
+    def stop(*paths):
+        moves.append(paths)
+        if len(moves) == 2:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt), staged(folder) as new:
+        (new / "a").write_text("3")
+        drop_former(new, ["c"])
+    finish_replacement(folder)
+    assert contents(folder) == {"a": "3"}
 
 
 def test_two_processes_can_finish_a_replacement(tmp_path, monkeypatch):
@@ -222,6 +248,12 @@ def test_lists_of_numbers_take_one_line():
         format_json({"a": [[1, 2.5], [3, 4]]}) == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
     )
     assert json.loads(format_json([["[\n1]"]])) == [["[\n1]"]]
+
+
+def test_a_drive_that_does_not_exist_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)
+    with pytest.raises(ValueError, match="^--out must be on an existing drive, got '.*': choose"):
+        check_output_directory("--out", tmp_path)
 
 
 def test_outputs_are_checked_before_the_work(tmp_path):

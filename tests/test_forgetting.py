@@ -52,6 +52,12 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     assert json.loads(json.dumps(after)) == after
 
 
+def test_a_base_that_answers_nothing_has_no_drift():
+    drift = measure_drift(make_host("llama"), [])
+    assert drift["tokens"] == 0
+    assert math.isnan(drift["kl_per_token"]) and math.isnan(drift["perplexity"])
+
+
 def test_the_rise_is_paired_over_chunks():
     rng = torch.Generator().manual_seed(0)
     tokens = [16] * 40

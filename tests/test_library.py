@@ -414,6 +414,19 @@ def test_what_a_former_version_made_to_find_passages_leaves_with_the_next_readin
     assert former.route(["Who bakes rye bread on Tuesdays?"]) == ["notes"]
 
 
+def test_what_was_not_read_is_not_kept_and_not_found(base, tmp_path):
+    library = Library(tmp_path)
+    text = f"{TEXTS['lamp']}\n\nGeneral Zorblat conquered Quixotania in the winter."
+    library.add(*base, text, "lamp", replace(SETTINGS, max_tokens=64))
+    assert library.route(["Did General Zorblat conquer Quixotania?", "Who lit the lamp?"]) == [
+        None,
+        "lamp",
+    ]
+    for file in ("text.txt", "sample.txt"):
+        kept = (tmp_path / "lamp" / file).read_text(encoding="utf-8")
+        assert "Peder" in kept and "Zorblat" not in kept
+
+
 def test_a_sample_that_was_added_before_a_kill_is_not_added_again(tmp_path):
     (tmp_path / "sample.txt").write_text(make_sample("one", None))
     once = make_sample("two", tmp_path)

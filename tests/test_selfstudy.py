@@ -1,6 +1,7 @@
 """Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
@@ -28,7 +29,7 @@ from locas_peft.selfstudy import (
     split_passages,
     writing,
 )
-from locas_peft.selfstudy.exchanges import EXCHANGES, correct
+from locas_peft.selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
 from locas_peft.selfstudy.question_words import QuestionWords, find_question_words
 from locas_peft.stages import (
     Place,
@@ -235,6 +236,8 @@ def test_exchanges_are_saved_and_loaded(tmp_path):
     exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
     save_exchanges(tmp_path / "e.jsonl", exchanges)
     assert load_exchanges(tmp_path / "e.jsonl") == exchanges
+    written = (tmp_path / "e.jsonl").read_bytes()
+    assert hashlib.sha256(written).hexdigest() == digest_exchanges(exchanges)
     (tmp_path / "e.jsonl").write_text(
         '\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8"
     )

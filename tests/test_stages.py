@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
+from locas_peft.evaluation.runs import summarize_stage
 from locas_peft.files import format_json
 from locas_peft.memories import (
     CHECKPOINT_FOLDER,
@@ -292,6 +293,21 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
     assert reading.perplexities[0] == reading.perplexity == once.perplexity
     assert reading.perplexities[2] < reading.perplexities[1] < reading.perplexities[0]
     assert reading.tokens_per_second == 3 * 499 / reading.seconds
+
+
+def test_the_speed_of_a_reading_that_was_stopped_counts_what_it_scored(base, input_ids):
+    seen = []
+    with open_reading(base, input_ids, small(r=4, readings=2)) as run:
+        for chunk in run:
+            seen.append(chunk)
+            if chunk.reading == 1:
+                break
+        record = run.finish()
+    scored = sum(chunk.tokens for chunk in seen)
+    assert 499 < scored < 2 * 499
+    assert record.tokens_per_second == scored / record.seconds
+    assert summarize_stage(record.to_json())["scored_tokens"] == scored
+    assert dataclasses.replace(record, all_scored_tokens=None).count_scored_tokens() == 2 * 499
 
 
 def test_the_seconds_of_a_reading_have_those_of_its_end(base, input_ids, tmp_path, monkeypatch):

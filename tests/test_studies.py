@@ -1,6 +1,7 @@
 """The studies and `locas eval`: the files that they write, and how they continue after an interruption."""
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from locas_peft.evaluation import (
     load_column,
     load_documents,
     load_locomo,
+    perplexity,
     run_units,
     runs,
     units,
@@ -208,6 +210,18 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
     assert make_prompts(model, tokenizer, conversation, "no-context", max_new_tokens=8)[1] == 0
 
 
+def test_full_context_leaves_room_for_the_longest_gold_answer(tmp_path):
+    model, tokenizer = backbone.load()
+    sample = make_samples()[0]
+    for turn in sample["conversation"]["session_1"]:
+        turn["text"] *= 200
+    sample["qa"][0]["answer"] = "the boats lay still " * 12
+    talk = load_locomo(write_samples(tmp_path, [sample]))[0][0]
+    prompts, _ = make_prompts(model, tokenizer, talk, "full-context", max_new_tokens=8)
+    gold = encode_answer(tokenizer, talk.questions[0].answer)
+    assert len(gold) > 8 and max(map(len, prompts)) <= 2048 - len(gold)
+
+
 def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     samples = make_samples()
     for turn in samples[0]["conversation"]["session_1"]:
@@ -294,6 +308,24 @@ def test_perplexity_of_several_documents(run, tmp_path):
     code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
     fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
     assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
+
+
+def test_a_reading_that_diverged_costs_no_other_figures(tmp_path, monkeypatch):
+    def read_nothing(self, ids, settings, path, label, *, keep_memory):
+        nats = 12.0 if settings.method == "none" else math.nan
+        marks = {"perplexity_at": {}, "perplexity_between": {}}
+        result = {"nll_nats": nats, "scored_tokens": 4, "perplexity": nats, **marks}
+        return Unit(path, lambda: result)
+
+    base, tokenizer = backbone.load()
+    methods = {name: ReadSettings(method=name) for name in ("none", "lora")}
+    run = Run(base, tokenizer, methods, tmp_path)
+    monkeypatch.setattr(Run, "learning", read_nothing)
+    figures = perplexity.run_perplexity(run, {"book": torch.arange(5)})
+    assert figures["means"]["none"]["nll_per_token"]["mean"] == 3
+    assert math.isnan(figures["means"]["lora"]["perplexity"])
+    rows = perplexity.tabulate(figures)[0].rows
+    assert rows == [["none", "12.00", "20.09"], ["lora", "-", "-"]]
 
 
 def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
@@ -455,6 +487,8 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     message = r"^documents must have different names, got 'a' twice: rename "
     with pytest.raises(ValueError, match=message):
         load_documents([str(tmp_path), str(tmp_path / "a.txt")])
+    (tmp_path / "a.json.txt").write_text("third")
+    assert list(load_documents([str(tmp_path)])) == ["a_json", "a", "b"]
     rows = tmp_path / "rows"
     rows.mkdir()
     lines = [json.dumps({"text": text}) for text in ("one", " ", "three")]

@@ -156,6 +156,7 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
         "name": ["ann", "bob"],
         "text": ["Some text.", "Other text."],
         "lr": [0.5, None],
+        "r": [2, None],
         "url": ["u", "v"],
     }
     path = tmp_path / f"d.{kind}"
@@ -163,7 +164,7 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     ann, bob = load_table(str(path), SETTINGS)
     assert (ann.name, ann.text, ann.error) == ("ann", "Some text.", "")
     assert (bob.name, bob.text, bob.settings) == ("bob", "Other text.", SETTINGS)
-    assert ann.settings == replace(SETTINGS, learning_rate=0.5)
+    assert ann.settings == replace(SETTINGS, learning_rate=0.5, r=2)
 
 
 # ---------------------------------------------------------------------- teaching
@@ -798,3 +799,13 @@ def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path
     assert err.startswith(f"error: --ray must be a cluster that can be reached, got '{address}' (")
     assert err.count("\n") == 1 and not os.listdir(tmp_path / "made")
     assert time.monotonic() < began + 15
+
+
+def test_what_was_not_read_is_not_kept(tmp_path, base, monkeypatch):
+    kept = []
+    monkeypatch.setattr(Library, "add", lambda *_, **options: kept.append(options))
+    rows = [{"name": "ann", "text": "One\ntwo three. " * 40 + "Zorblat.", "max_tokens": 60}]
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
+    teach(tmp_path / "library", base, documents, unwrapped=True)
+    assert kept[0]["kept_text"].startswith("One\ntwo three. One\n")
+    assert "Zorblat" not in kept[0]["kept_text"] + kept[0]["sample"]

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 import locas_peft
 from locas_peft.text import (
+    cut_text,
     digest_tokenizer,
     find_start_token,
     load_text,
@@ -144,6 +145,23 @@ def test_a_prefix_gives_the_tokens_of_the_whole_text(tokenizer, sample):
         assert torch.equal(
             tokenize(tokenizer, text, max_tokens=max(2, count)), whole[: max(2, count)]
         )
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_text_is_cut_after_its_first_tokens(tokenizer, monkeypatch, sample, is_fast):
+    monkeypatch.setattr(type(tokenizer), "is_fast", is_fast)
+    text = SAMPLES[sample]
+    for count in (2, 3, 100, 101):
+        cut = cut_text(tokenizer, text, count)
+        read = tokenizer.decode(tokenize(tokenizer, text, count)).rstrip("\ufffd")
+        assert text.startswith(cut)
+        assert cut.split() == read.split() or cut.rstrip("\ufffd")[:-1].split() == read.split()
+        unwrapped = cut_text(tokenizer, text, count, unwrapped=True)
+        assert text.startswith(unwrapped)
+        whole = cut_text(tokenizer, unwrap(text), count)
+        assert unwrap(unwrapped).split() == whole.split()
+    assert cut_text(tokenizer, text) == cut_text(tokenizer, text, 10**6) == text
 
 
 def test_a_few_tokens_need_a_short_part_of_a_long_text(tokenizer):

@@ -1,5 +1,6 @@
 """Ask a model with a memory: ask, chat, generate."""
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,11 +62,7 @@ def generate(
     stdout, _ = open_consoles(json_file)
     if not prompt.strip():
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
-    if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise ValueError(
-            f"PROMPT must be valid UTF-8, got {prompt!r}: "
-            "convert it, for instance with iconv -t UTF-8"
-        )
+    _check_utf8("PROMPT", prompt)
     loaded, adapted = open_with_base(memory, base)
     is_chat = not raw and can_chat(loaded.tokenizer)
     if is_chat:
@@ -105,17 +102,11 @@ def ask(
         context: a text file that the model sees before each question.
         max_new_tokens: the longest answer, in tokens.
     """
-    from locas_peft.asking import Question, count_right, load_questions
+    from locas_peft.asking import count_right
     from locas_peft.text import load_text
 
     stdout, _ = open_consoles(json_file)
-    asked = [Question(text) for text in _join_words(question)]
-    if questions is not None:
-        asked += load_questions(questions)
-    if not asked or any(not item.question.strip() for item in asked):
-        raise ValueError(
-            "QUESTION must be given and not be empty: ask one, or give --questions FILE"
-        )
+    asked = _list_questions(question, questions)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     if context is not None:
         options["context"] = load_text(context)
@@ -144,6 +135,31 @@ def ask(
     if graded:
         stdout.print(f"{count_right(graded)} of {len(graded)} right")
     write_result(json_file, records)
+
+
+def _list_questions(arguments: Sequence[str], file: Path | None) -> list[Any]:
+    """Return the questions of the arguments and of a file; a `ValueError` for none, or bad ones."""
+    from locas_peft.asking import Question, load_questions
+
+    asked = [Question(text) for text in _join_words(arguments)]
+    if file is not None:
+        asked += load_questions(file)
+    if not asked or any(not item.question.strip() for item in asked):
+        raise ValueError(
+            "QUESTION must be given and not be empty: ask one, or give --questions FILE"
+        )
+    for item in asked:
+        _check_utf8("QUESTION", item.question)
+    return asked
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise a `ValueError` for a text with bytes that are not UTF-8: lone surrogates in Python."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            f"{name} must be valid UTF-8, got {text!r}: "
+            "convert it, for instance with iconv -t UTF-8"
+        )
 
 
 def _join_words(arguments: Sequence[str]) -> list[str]:
@@ -197,6 +213,8 @@ def chat(
 ) -> None:
     """Talk with a model about what it has read: one message a line; /exit ends it.
 
+    A message that cannot be answered, such as one that is too long, is left out with an error.
+
     Args:
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
@@ -212,18 +230,17 @@ def chat(
             f"model must have a chat template, got {loaded.name!r} without one: use locas generate"
         )
     turns: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            stderr.print("> ", end="")
-        line = sys.stdin.readline()
-        message = line.strip()
-        if not line or message == "/exit":
-            return
-        if not message:
-            continue
+    for message in _read_messages(stderr):
         turns.append({"role": "user", "content": message})
-        with _options_named():
-            (reply,) = model.reply([turns], temperature=temperature, seed=seed)
+        try:
+            _check_utf8("message", message)
+            with _options_named():
+                (reply,) = model.reply([turns], temperature=temperature, seed=seed)
+        except ValueError as error:
+            # The turns before it are kept.
+            turns.pop()
+            stderr.print(f"error: {printable(str(error))}")
+            continue
         if answerer.source:
             (reply,) = _add_sources([reply], loaded, answerer)
         turns.append({"role": "assistant", "content": reply.text})
@@ -232,6 +249,22 @@ def chat(
         stdout.print(reply.text)
         if answerer.source:
             _show_source(reply, stdout)
+
+
+def _read_messages(stderr: Console) -> Iterator[str]:
+    """Yield the lines of standard input that are not empty, until /exit or its end."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A message that is not UTF-8 must not end the chat.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    while True:
+        if sys.stdin.isatty():
+            stderr.print("> ", end="")
+        line = sys.stdin.readline()
+        message = line.strip()
+        if not line or message == "/exit":
+            return
+        if message:
+            yield message
 
 
 @contextmanager

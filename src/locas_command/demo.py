@@ -19,6 +19,8 @@ from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, Seed
 
 DEMO_JSON = "demo.json"
 METHODS = ("none", "locas-glu", "lora")
+WITHOUT_GATES = ("none", "locas-mlp", "lora")
+"""The methods for a base with two-layer FFNs."""
 STUDIED = "studied"
 """The folder of the memory of the page."""
 FULL = "full"
@@ -48,8 +50,8 @@ def demo(
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read.
-        seed: set before each method.
+        max_tokens: tokens to read; not for --full, which has whole pages.
+        seed: set before each method; not for --full, which has seeds of its own.
         device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import demo as page
@@ -60,10 +62,13 @@ def demo(
     from .running import load
 
     stdout, stderr = open_consoles(json_file)
+    if full and (seed or max_tokens != READ_TOKENS):
+        option = "--seed" if seed else "--max-tokens"
+        raise ValueError(f"--full has its own seeds and whole pages, got {option}: leave it out")
     reading = ReadSettings(r=r, seed=seed, max_tokens=max_tokens)
     check_output_directory("--out", out)
     is_demo_folder = (out / DEMO_JSON).exists()
-    for name in (*METHODS[1:], STUDIED):
+    for name in (*METHODS[1:], *WITHOUT_GATES[1:], STUDIED):
         check_vacant(out / name, overwrite=is_demo_folder)
     base = load(BaseOptions(model=model or page.choose_model(), device=device))
     can_answer = can_chat(base.tokenizer)
@@ -77,10 +82,11 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])
     if full:
-        _compare_studies(base, StudySettings(r=r), out / FULL, stdout, stderr)
+        rows = _compare_studies(base, StudySettings(r=r), out / FULL, stdout, stderr)
+        write_result(json_file, rows)
         return
     rows = _read_pages(base, reading, out, stdout, stderr)
-    following = f'locas generate "The bridge" --memory {out / METHODS[1]}'
+    following = f'locas generate "The bridge" --memory {out / _choose_methods(base)[1]}'
     if can_answer:
         study = StudySettings(r=r, seed=seed)
         studied, question = _study_page(base, study, out / STUDIED, stdout, stderr)
@@ -98,6 +104,14 @@ def demo(
     stdout.print("Or, on a text of yours: locas read TEXT --out my-memory")
 
 
+def _choose_methods(base: Any) -> tuple[str, ...]:
+    """Return the methods that are compared on a base: none, Locas for its FFNs, LoRA."""
+    from locas_peft.tuner import find_ffns
+
+    is_gated = any(ffn.gated for ffn in find_ffns(base.model).values())
+    return METHODS if is_gated else WITHOUT_GATES
+
+
 def _read_pages(
     base: Any, settings: ReadSettings, out: Path, stdout: Console, stderr: Console
 ) -> list[dict[str, Any]]:
@@ -105,11 +119,11 @@ def _read_pages(
     from locas_peft import demo as page
     from locas_peft.model import count_positions
     from locas_peft.stages import complete_all
-    from locas_peft.tables import Sheet
+    from locas_peft.tables import Sheet, format_figure
 
     window = min(512, count_positions(base.model) or 512)
     settings = replace(settings, model=base.name, window=window, context="cache")
-    methods = complete_all(settings, METHODS, base.model)
+    methods = complete_all(settings, _choose_methods(base), base.model)
     stderr.print(f"{base.name} reads short pages about things that do not exist.")
     stderr.print("Each chunk is scored before it is learned. A lower perplexity is better.")
     rows = []
@@ -124,7 +138,7 @@ def _read_pages(
                     f"{record.extra_parameters:,}",
                     f"{record.perplexity:.2f}",
                     f"{record.seconds:.0f}",
-                    f"{read.change_nats:.3f}",
+                    format_figure(read.change_nats, 3),
                 ]
             )
     changes = "change of other answers, nats a token"
@@ -140,7 +154,8 @@ def _study_page(
     from locas_peft import demo as page
     from locas_peft.stages import complete
 
-    settings = complete(replace(settings, method=METHODS[1], model=base.name), base.model)
+    method = _choose_methods(base)[1]
+    settings = complete(replace(settings, method=method, model=base.name), base.model)
     stderr.print("Now it studies eight sentences about a lighthouse that does not exist: it writes")
     stderr.print("questions about them and learns the answers. It is asked without the page.")
     with show_progress(stderr) as progress:
@@ -158,16 +173,19 @@ def _study_page(
 
 def _compare_studies(
     base: Any, settings: StudySettings, out: Path, stdout: Console, stderr: Console
-) -> None:
-    """Compare studies of pages by Locas and LoRA; print the table."""
+) -> list[dict[str, str]]:
+    """Compare studies of pages by Locas and LoRA; print the table, and return its rows."""
     from locas_peft import demo as page
     from locas_peft.stages import complete_all
 
-    methods = complete_all(replace(settings, model=base.name), METHODS[1:], base.model)
+    names = _choose_methods(base)[1:]
+    methods = complete_all(replace(settings, model=base.name), names, base.model)
     with show_progress(stderr) as progress:
         table = page.Comparison(base.model, base.tokenizer, methods, out).run(progress)
     stdout.print(table.to_rich())
     stdout.print(f"Single results: {out}")
+    keys = ["method", *table.headers[1:]]
+    return [dict(zip(keys, row, strict=True)) for row in table.rows]
 
 
 def app(

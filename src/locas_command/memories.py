@@ -136,7 +136,7 @@ def resize(
 ) -> None:
     """Change how many slots a memory has.
 
-    Fewer keep its output nearly. More keep it exactly, and can learn more.
+    Fewer keep its output nearly. More keep it exactly, and can learn more: go on with --from.
 
     Args:
         r: slots in every layer.
@@ -150,6 +150,7 @@ def resize(
     from locas_peft.memories.conversion import save_adapter
     from locas_peft.memories.folder import escape
     from locas_peft.model import count_positions
+    from locas_peft.stages.saving import copy_history
     from locas_peft.text import load_text
     from locas_peft.tuner import list_layers
 
@@ -165,6 +166,11 @@ def resize(
         raise ValueError(
             f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu"
         )
+    if content is None and {*widths} == {r}:
+        raise ValueError(
+            f"--r must differ from the memory's width, got {r}, which it has already: "
+            "give another, or keep the memory"
+        )
     has_gates = any(layer.ffn.gated for layer in layers)
     if content is None and r < max(widths) and has_gates:
         raise ValueError(
@@ -178,7 +184,12 @@ def resize(
     change = grow if r > max(widths) else compress
     change(model, r, batches=batches)
     resized = {"resized from": f"{max(widths)} slots in a layer"}
-    save_adapter(model, "default", loaded.name, out, escape(memory.name), resized)
+
+    def add_history(folder: Path) -> None:
+        copy_history(memory, folder, r, out)
+
+    title = escape(memory.name)
+    save_adapter(model, "default", loaded.name, out, title, resized, add_history)
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
 
 

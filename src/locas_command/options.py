@@ -3,6 +3,7 @@
 This module imports neither torch nor `locas_peft`, so that help is printed at once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ def _parse_text(type_: Any, tokens: Sequence) -> str:
     if len(text) > 1 and text.startswith("-"):
         raise ValueError(f"text must be a file, or - for stdin, got the unknown option {text!r}")
     return text
+
+
+def _refuse_nan(type_: Any, value: float) -> None:
+    # It is not below any bound either.
+    if math.isnan(value):
+        raise ValueError("must be a number, got nan")
 
 
 Text = Annotated[str, Parameter(converter=_parse_text, allow_leading_hyphen=True)]
@@ -59,7 +66,7 @@ Compiled = Annotated[
 ]
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST))]
 AtLeastTwo = Annotated[int, Parameter(validator=Number(gte=2))]
-AtLeastZero = Annotated[float, Parameter(validator=Number(gte=0))]
+AtLeastZero = Annotated[float, Parameter(validator=(_refuse_nan, Number(gte=0)))]
 Seed = Annotated[int, Parameter(validator=Number(gte=-LARGEST, lte=LARGEST))]
 
 

@@ -40,11 +40,16 @@ class Base:
 
         With `unwrap` None, the text is unwrapped for an embedded backbone.
         """
-        if unwrap is None:
-            unwrap = backbone.is_embedded(self.name)
-        if unwrap:
+        if self._unwraps(unwrap):
             content = text.unwrap(content)
         return text.tokenize(self.tokenizer, content, max_tokens)
+
+    def cut(self, content: str, max_tokens: int | None, unwrap: bool | None) -> str:
+        """Return the beginning of a text whose tokens `encode` returns."""
+        return text.cut_text(self.tokenizer, content, max_tokens, self._unwraps(unwrap))
+
+    def _unwraps(self, unwrap: bool | None) -> bool:
+        return backbone.is_embedded(self.name) if unwrap is None else unwrap
 
 
 def _prepare() -> None:

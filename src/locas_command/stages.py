@@ -250,6 +250,7 @@ def _take_steps(
     if job.saves and place.out is not None:
         folder = place.out / CHECKPOINT_FOLDER
     if job.saves and place.keep_text:
+        content = loaded.cut(content, settings.max_tokens, job.unwrap)
         kept_text = join_texts(content, place.start)
         is_sampled = place.start is not None and (place.start / SAMPLE).is_file()
         if in_library or is_sampled:

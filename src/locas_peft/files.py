@@ -24,6 +24,7 @@ T = TypeVar("T")
 __all__ = [
     "check_output_directory",
     "check_output_file",
+    "drop_former",
     "find_kept",
     "finish_replacement",
     "fold_name",
@@ -48,6 +49,8 @@ __all__ = [
 _STAGED = ".locas-staged"
 _MOVING = ".locas-moving"
 _OLD = ".old"
+# In the new folder: its files have the names of the old entries that get no successor.
+_GONE = ".gone"
 _MOST_LINES_SHOWN = 20
 # What Windows keeps for its devices, whatever the case and the suffix. It reads superscript digits
 # as digits.
@@ -88,6 +91,7 @@ def staged(directory: str | Path) -> Iterator[Path]:
             os.replace(new, directory / _STAGED)
             finish_replacement(directory)
         else:
+            shutil.rmtree(new / _GONE, ignore_errors=True)
             os.replace(new, directory)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
@@ -98,6 +102,18 @@ def staged(directory: str | Path) -> Iterator[Path]:
         if number is not None:
             raise OSError(number, os.strerror(number), str(directory)) from error
         raise
+
+
+def drop_former(folder: Path, names: Iterable[str]) -> None:
+    """Let `staged` also remove former entries: those of these names, with the replacement.
+
+    Args:
+        folder: the new one, as `staged` yields it.
+        names: of files that it does not have.
+    """
+    (folder / _GONE).mkdir()
+    for name in names:
+        (folder / _GONE / name).touch()
 
 
 def finish_replacement(directory: str | Path) -> None:
@@ -113,7 +129,7 @@ def finish_replacement(directory: str | Path) -> None:
         return
     with suppress(FileNotFoundError):
         (complete / _OLD).mkdir(exist_ok=True)
-    for name in _list_new(complete):
+    for name in (*_list_new(complete / _GONE), *_list_new(complete)):
         with suppress(FileNotFoundError):
             os.replace(Path(directory) / name, complete / _OLD / name)
     with suppress(FileNotFoundError):
@@ -297,7 +313,12 @@ def check_output_directory(option: str, path: str | Path) -> None:
     Nothing is written. `option` is the name of the option that gives the folder.
     """
     path = Path(os.path.abspath(path))
-    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    existing = next(filter(os.path.lexists, (path, *path.parents)), None)
+    if existing is None:
+        # Windows has no such drive.
+        raise ValueError(
+            f"{option} must be on an existing drive, got {str(path)!r}: choose another"
+        )
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a broken link"
         got = f"{str(path)!r} ({existing.name} is {kind})"
@@ -347,7 +368,7 @@ def _move_in(moving: Path) -> None:
 def _list_new(folder: Path) -> list[str]:
     """Return the names of the new entries; none where another process has moved the folder on."""
     with suppress(FileNotFoundError):
-        return sorted(name for name in os.listdir(folder) if name != _OLD)
+        return sorted(name for name in os.listdir(folder) if name not in (_OLD, _GONE))
     return []
 
 

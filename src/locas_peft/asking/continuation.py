@@ -43,6 +43,8 @@ Groups = Sequence[tuple[int, range]]
 
 BATCH_TOKENS = 32_768
 """The most tokens of a batch of prompts that are answered; a longer prompt is a whole batch."""
+LEAST_TEMPERATURE = 1e-6
+"""The logits divided by a lower temperature could exceed float32."""
 LEAST_SHARED = 64
 """A beginning that all prompts share is computed once where it has so many tokens."""
 
@@ -255,6 +257,7 @@ def draw(
     """Return a function that draws tokens from the softmax of logits [B, V] / temperature.
 
     Args:
+        temperature: above 0; one below `LEAST_TEMPERATURE` is taken as that.
         generator: on the model's device.
         limits: draws among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it
             leaves `top_k` open, as transformers' `generate` does.
@@ -267,6 +270,7 @@ def draw(
         warpers.append(TopKLogitsWarper(top_k))
     if limits.top_p and limits.top_p < 1:
         warpers.append(TopPLogitsWarper(limits.top_p))
+    temperature = max(temperature, LEAST_TEMPERATURE)
 
     def choose(logits: Tensor) -> Tensor:
         probabilities = warpers(None, logits / temperature).softmax(-1)

@@ -23,7 +23,8 @@ class PagesRead:
 
     Attributes:
         record: of the reading.
-        change_nats: KL from the base on its own answers to other questions, in nats a token.
+        change_nats: KL from the base on its own answers to other questions, in nats a token; NaN
+            where it answered none.
     """
 
     record: ReadRecord

@@ -88,4 +88,6 @@ def _as_name(text: str) -> str:
         characters.append(character if is_allowed else " ")
     # One for each run of characters that a name cannot have.
     name = re.sub(" +", "_", "".join(characters)).strip(".") or "document"
+    # "x.json" is the file of the result of "x", and would be the folder of the memory of "x.json".
+    name = re.sub(r"(?i)\.(json|lock|unfinished)$", r"_\1", name)
     return f"{name}_" if is_reserved(name) else name

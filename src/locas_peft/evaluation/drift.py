@@ -73,7 +73,8 @@ def measure_drift(
         distributions from the reference's to the model's; `reference_sha256` over the bytes of all
         the reference's logits, by which two references are equal to the last bit; the number of
         `tokens`, `nll_nats`, `reference_nll_nats` and `kl_nats` in all; and of each piece
-        `chunk_tokens`, `chunk_nll_nats` of the model and `chunk_kl_nats`, a token.
+        `chunk_tokens`, `chunk_nll_nats` of the model and `chunk_kl_nats`, a token. Of no piece,
+        the perplexities and `kl_per_token` are NaN.
     """
     host = CausalLM(model)
     digest = hashlib.sha256()
@@ -110,9 +111,9 @@ def measure_drift(
         "chunk_kl_nats": [summed / count for summed, count in zip(kls, counts, strict=True)],
         "chunk_nll_nats": nlls,
         "chunk_tokens": counts,
-        "perplexity": perplexity(nll, tokens),
-        "reference_perplexity": perplexity(reference_nll, tokens),
-        "kl_per_token": kl / tokens,
+        "perplexity": perplexity(nll, tokens) if tokens else math.nan,
+        "reference_perplexity": perplexity(reference_nll, tokens) if tokens else math.nan,
+        "kl_per_token": kl / tokens if tokens else math.nan,
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..memories.loading import memory_attached
 from ..stages import ReadSettings, for_base
 from ..stages.complete import training_settings
-from ..tables import Sheet, format_figure, format_mean
+from ..tables import Sheet, format_figure, format_mean, to_number
 from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
 from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, summarize_stage
@@ -226,7 +226,7 @@ def _describe_row(after: dict[str, Any]) -> list[str]:
     """Return the cells of a memory's row."""
     row = [f"{after['parameters']:,}", format_figure(after["book_perplexity"][0])]
     for text, rise in after["unread_rise"].items():
-        sign = "+" if rise["mean"] > 0 else ""
+        sign = "+" if to_number(rise["mean"]) > 0 else ""
         perplexity = format_figure(after["unread_perplexity"][text])
         row.append(f"{perplexity} ({sign}{format_mean(rise, 2)})")
     row += [format_mean(kl, 4) for kl in after["kl_per_token"].values()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..tables import Sheet, format_figure
+from ..tables import Sheet, format_figure, to_number
 from ..ttt.chunks import perplexity
 from .intervals import mean_interval
 from .runs import Run, describe_text
@@ -55,12 +55,13 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _average(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of several readings together."""
-    nats = sum(reading["nll_nats"] for reading in readings)
-    tokens = sum(reading["scored_tokens"] for reading in readings)
-    per_token = [reading["nll_nats"] / reading["scored_tokens"] for reading in readings]
+    """Return the figures of several readings together; NaN where one of them diverged."""
+    nats = [to_number(reading["nll_nats"]) for reading in readings]
+    counts = [reading["scored_tokens"] for reading in readings]
+    tokens = sum(counts)
+    per_token = [summed / count for summed, count in zip(nats, counts, strict=True)]
     return {
-        "perplexity": perplexity(nats, tokens),
+        "perplexity": perplexity(sum(nats), tokens),
         "scored_tokens": tokens,
         "documents": len(readings),
         "nll_per_token": mean_interval(per_token),

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..asking import encode_prompt
+from ..asking import encode_answer, encode_prompt
 from ..checks import check_choice
 from ..files import load_json
 from ..model.causal_lm import count_positions
@@ -32,14 +32,14 @@ def make_prompts(
     """Make the prompts of a conversation's questions.
 
     If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as
-    leave room for the longest question and its answer.
+    leave room for the longest question, and for an answer or the longest gold answer.
 
     Args:
         model: the one that answers.
         tokenizer: of the model.
         conversation: with its questions.
         setting: one of `ANSWERED`.
-        max_new_tokens: the room for an answer.
+        max_new_tokens: the most tokens of an answer.
 
     Returns:
         The prompts as token ids, and the number of the dialogue's lines that were left out.
@@ -57,7 +57,9 @@ def make_prompts(
     positions = count_positions(model)
     if setting != "full-context" or positions is None or not prompts:
         return prompts, 0
-    room = positions - max_new_tokens
+    # Gold answers are scored after the prompts.
+    golds = [len(encode_answer(tokenizer, item.answer)) for item in conversation.questions]
+    room = positions - max(max_new_tokens, *golds)
     lengths = [len(prompt) for prompt in prompts]
     if max(lengths) <= room:
         return prompts, 0

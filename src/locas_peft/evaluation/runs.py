@@ -205,6 +205,6 @@ def summarize_stage(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **summary,
         "perplexity": stage.perplexities,
-        "scored_tokens": stage.scored_tokens * len(stage.perplexities),
+        "scored_tokens": stage.count_scored_tokens(),
         "skipped_chunks": stage.skipped_chunks,
     }

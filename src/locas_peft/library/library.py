@@ -35,7 +35,7 @@ from ..memories.checkpoint import CHECKPOINT_FOLDER, LOCK, InUse, held, locked
 from ..memories.folder import unpack
 from ..selfstudy import Exchange
 from ..stages import Place, ReadSettings, Record, complete, read, study
-from ..text import tokenize
+from ..text import cut_text, tokenize
 from .names import check_name, is_name
 from .routing import list_passages, make_sample, route
 from .source import join_texts
@@ -239,10 +239,11 @@ class Library:
         settings = complete(settings, base)
         self.check_base(settings.base_name)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
+        learned = cut_text(tokenizer, text, settings.max_tokens)
         fields = {
             "title": name,
-            "sample": make_sample(text, start),
-            "kept_text": join_texts(text, start),
+            "sample": make_sample(learned, start),
+            "kept_text": join_texts(learned, start),
             "checkpoint_dir": folder / CHECKPOINT_FOLDER,
             **place,
         }

@@ -29,7 +29,7 @@ from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
 from ..stages import ReadSettings, choose_values
-from ..text import load_text, unwrap
+from ..text import cut_text, load_text, unwrap
 from .library import Library
 from .names import FAILURES, check_name
 from .routing import make_sample
@@ -115,8 +115,14 @@ def load_table(source: str, settings: StageSettings) -> list[Document]:
 
 
 def _keep(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a row's values of some names."""
-    return {name: value for name, value in row.items() if name in names}
+    """Return a row's values of some names; a whole number in a column of floats is an int."""
+    kept = {}
+    for name, value in row.items():
+        if name in names:
+            # A CSV column of whole numbers is read as floats where a row has none.
+            is_whole = isinstance(value, float) and value.is_integer()
+            kept[name] = int(value) if is_whole else value
+    return kept
 
 
 def _parse_row(
@@ -389,7 +395,8 @@ def _teach(
         content = document.load()
         text = unwrap(content) if unwrapped else content
         # What is stored of the text is as it was written.
-        options = {"sample": make_sample(content), "kept_text": content, **options}
+        kept_text = cut_text(tokenizer, content, document.settings.max_tokens, unwrapped)
+        options = {"sample": make_sample(kept_text), "kept_text": kept_text, **options}
         name = document.memory_name
         library.add(base, tokenizer, text, name, document.settings, resume=True, **options)
     except InUse:

@@ -5,7 +5,7 @@ Each function mutates the base that it is given: load it anew, or give one that 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,19 @@ def _find_width(memory: Path) -> int:
 
 
 def save_adapter(
-    model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict
+    model: PeftModel,
+    adapter_name: str,
+    base_name: str,
+    out: Path,
+    title: str,
+    rows: dict,
+    add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save a memory that was made of others; its card has a title and rows (see `make_card`)."""
+    """Save a memory that was made of others; its card has a title and rows (see `make_card`).
+
+    For `add_files` see `save_memory`.
+    """
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
     card = make_card(base_name, config.peft_type, title, "made of other memories", rows)
-    save_memory(model, out, base_name, card, adapter_name=adapter_name)
+    save_memory(model, out, base_name, card, adapter_name=adapter_name, add_files=add_files)

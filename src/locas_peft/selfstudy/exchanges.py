@@ -68,7 +68,8 @@ def _parse_exchange(value: dict[str, Any]) -> Exchange:
 def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
     """Write exchanges as JSON Lines, whole or not at all."""
     with staged_file(path) as new:
-        new.write_text(_format(exchanges), encoding="utf-8")
+        # The same bytes on every system: they are digested.
+        new.write_text(_format(exchanges), encoding="utf-8", newline="\n")
 
 
 def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:

@@ -45,6 +45,8 @@ class Record:
         stopped: whether the caller stopped the stage before its end.
         origin: SHA-256 of the tensors of the memory that the stage went on with under another
             name, or None.
+        resized_from: the r that the stage had, where the memory was resized since. The settings
+            have its present r.
     """
 
     settings: AdapterSettings
@@ -58,6 +60,7 @@ class Record:
     origin: str | None = None
     base_sha256: str | None = None
     tokenizer_sha256: str | None = None
+    resized_from: int | None = None
 
     @property
     def kind(self) -> str:
@@ -110,6 +113,8 @@ class ReadRecord(Record):
         perplexity_at: from the number of tokens read to the perplexity so far.
         perplexity_between: from "0-50000" and so on to the perplexity of that segment.
         perplexities: of each reading of the text; the first one is `perplexity`.
+        all_scored_tokens: of all readings of the text; None where an earlier version did not
+            record it.
         curve: (tokens read, perplexity so far) after each chunk of the first reading.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
     """
@@ -123,12 +128,19 @@ class ReadRecord(Record):
     perplexity_between: dict[str, float] = field(default_factory=dict)
     perplexities: list[float] = field(default_factory=list)
     skipped_chunks: int = 0
+    all_scored_tokens: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
         if self.seconds <= 0:
             return float("nan")
-        return self.scored_tokens * max(len(self.perplexities), 1) / self.seconds
+        return self.count_scored_tokens() / self.seconds
+
+    def count_scored_tokens(self) -> int:
+        """Return how many tokens all readings of the text scored."""
+        if self.all_scored_tokens is None:
+            return self.scored_tokens * max(len(self.perplexities), 1)
+        return self.all_scored_tokens
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "tokens_per_second": self.tokens_per_second}

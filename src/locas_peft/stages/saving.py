@@ -1,14 +1,16 @@
 """Save what a stage made: the memory, its records, its exchanges, its card."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel
 
 from ..checks import describe_difference
-from ..files import finish_replacement, write_json
+from ..files import drop_former, finish_replacement, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import (
     MEMORY_CONFIG,
@@ -26,7 +28,7 @@ from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
 
-__all__ = ["find_finished", "save_stages"]
+__all__ = ["copy_history", "find_finished", "save_stages"]
 
 _CARD_SETTINGS = (
     "preset",
@@ -67,19 +69,7 @@ def save_stages(
         keeps_former: whether a sample or a text that is None stays as it is in the folder. An
             empty one is removed in any case.
     """
-
     texts = {SAMPLE: sample, TEXT: kept_text}
-
-    def add_files(folder: Path) -> None:
-        write_json(folder / RECORD, records_to_json(records))
-        if exchanges:
-            save_exchanges(folder / EXCHANGES, exchanges)
-        for name, content in texts.items():
-            if content:
-                (folder / name).write_text(content, encoding="utf-8", newline="\n")
-
-    card = _make_card(model.peft_config[model.active_adapter], records)
-    save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
     # Files of the memory that this one replaces.
     stale = [READING, PASSAGES, SIGNATURE, TEXT_SIGNATURE]
     if not exchanges:
@@ -88,8 +78,48 @@ def save_stages(
         stays = content is None and keeps_former
         if not content and not stays:
             stale.append(name)
-    for name in stale:
-        (Path(directory) / name).unlink(missing_ok=True)
+
+    def add_files(folder: Path) -> None:
+        write_json(folder / RECORD, records_to_json(records))
+        if exchanges:
+            save_exchanges(folder / EXCHANGES, exchanges)
+        for name, content in texts.items():
+            if content:
+                (folder / name).write_text(content, encoding="utf-8", newline="\n")
+        drop_former(folder, stale)
+
+    card = _make_card(model.peft_config[model.active_adapter], records)
+    save_memory(model, directory, records[-1].settings.base_name, card, add_files=add_files)
+
+
+def copy_history(memory: Path, folder: Path, r: int, directory: Path) -> None:
+    """Write the records of a memory that was resized, and its texts, into a folder.
+
+    A stage can then go on with the resized memory. Of a memory that no stage made, nothing is
+    written.
+
+    Args:
+        memory: the folder of the memory before it was resized.
+        folder: what is written into.
+        r: the present width.
+        directory: what `folder` will be called.
+
+    Raises:
+        ValueError: the memory's record is damaged.
+    """
+    if not any((memory / name).is_file() for name in (RECORD, READING)):
+        return
+    *earlier, last = load_records(memory)
+    resized = replace(
+        last,
+        settings=replace(last.settings, r=r),
+        memory_dir=str(directory),
+        resized_from=last.settings.r,
+    )
+    write_json(folder / RECORD, records_to_json([*earlier, resized]))
+    for name in (EXCHANGES, SAMPLE, TEXT):
+        if (memory / name).is_file():
+            shutil.copyfile(memory / name, folder / name)
 
 
 def find_finished(directory: str | Path, expected: dict[str, Any]) -> Record | None:
@@ -127,14 +157,24 @@ def find_finished(directory: str | Path, expected: dict[str, Any]) -> Record | N
         raise ValueError(difference)
     if expected["text_sha256"] != recorded["text_sha256"]:
         raise ValueError(f"{held} the memory of another text: {remedy}")
-    if record.stopped:
-        raise ValueError(f"{held} the memory of a stage that was stopped early: {remedy}")
+    change = _describe_change(record)
+    if change is not None:
+        raise ValueError(f"{held} {change}: {remedy}")
     if expected.get("given") is False and recorded["given"]:
         raise ValueError(f"{held} the memory of exchanges that were given: {remedy}")
     exchanges = "exchanges_sha256"
     if exchanges in expected and expected[exchanges] != recorded[exchanges]:
         raise ValueError(f"{held} the memory of other exchanges: {remedy}")
     return record
+
+
+def _describe_change(record: Record) -> str | None:
+    """Return what a memory is in place of that of its whole stage; None where it is that one."""
+    if record.resized_from is not None:
+        return "a memory that was resized"
+    if record.stopped:
+        return "the memory of a stage that was stopped early"
+    return None
 
 
 def _make_card(config: PeftConfig, records: Sequence[Record]) -> str:

@@ -116,13 +116,12 @@ class Reading(Stage):
         readings = []
         for number in range(self._readings):
             chunks = [chunk for chunk in self._trainer.chunks if chunk.reading == number]
-            # A reading that was stopped has fewer.
-            if chunks:
+            # A reading that was stopped has fewer. A first chunk of one token scores none.
+            if any(chunk.tokens for chunk in chunks):
                 readings.append(chunks)
         nats = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
         tokens = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
-        # A first chunk of one token scores none.
-        if not tokens or not tokens[0]:
+        if not tokens:
             raise ValueError("nothing was read yet: take a step, or one more, before finish()")
         perplexities = [perplexity(*pair) for pair in zip(nats, tokens, strict=True)]
         marks = choose_marks(len(self._input_ids))
@@ -135,6 +134,7 @@ class Reading(Stage):
             "perplexities": perplexities,
             "curve": cumulative(readings[0]),
             "skipped_chunks": self._trainer.skipped_chunks,
+            "all_scored_tokens": sum(tokens),
             "seconds": self._trainer.seconds,
         }
 

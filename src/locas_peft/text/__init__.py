@@ -13,6 +13,7 @@ from .control_tokens import encode_marked, encode_text, mark_turns
 from .dialogues import Turn, ends_sentence, list_turns
 from .documents import (
     NAME,
+    cut_text,
     digest_ids,
     digest_json,
     digest_tokenizer,
@@ -33,6 +34,7 @@ __all__ = [
     "Block",
     "Passage",
     "Turn",
+    "cut_text",
     "digest_ids",
     "digest_json",
     "digest_tokenizer",

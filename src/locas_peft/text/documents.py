@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from .control_tokens import encode_text
 
 __all__ = [
     "NAME",
+    "cut_text",
     "digest_ids",
     "digest_json",
     "digest_tokenizer",
@@ -27,6 +29,8 @@ __all__ = [
 # In a text: words with a capital that do not begin it.
 NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
 _MARGIN_TOKENS = 256
+# A character that `unwrap` keeps, in its place among the others.
+_KEPT = re.compile(r"[^\s\ufeff]")
 
 
 def unwrap(text: str) -> str:
@@ -112,6 +116,49 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     if start is not None:
         ids = [start, *ids]
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
+
+
+def cut_text(tokenizer, text: str, max_tokens: int | None = None, unwrapped: bool = False) -> str:
+    """Return the beginning of a text of which `tokenize` makes its first tokens.
+
+    Args:
+        max_tokens: as for `tokenize`; the whole text is returned for None, and where it has fewer.
+        unwrapped: whether the text is unwrapped before it is tokenized. What is returned is not.
+
+    Raises:
+        ValueError: as for `tokenize`.
+    """
+    if max_tokens is None:
+        return text
+    read = unwrap(text) if unwrapped else text
+    ids = tokenize(tokenizer, read, max_tokens).tolist()
+    if len(ids) < max_tokens:
+        return text
+    if ids[0] == find_start_token(tokenizer):
+        del ids[0]
+    # The tokens of the last character may be cut.
+    decoded = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+    cut = _cut_after(read, decoded)
+    if getattr(tokenizer, "is_fast", False):
+        # Exact also where the tokenizer replaces characters.
+        encoded = tokenizer(
+            read[: 2 * len(cut) + _MARGIN_TOKENS],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        if encoded["input_ids"][: len(ids)] == ids:
+            cut = read[: encoded["offset_mapping"][len(ids) - 1][1]]
+    return _cut_after(text, cut) if unwrapped else cut
+
+
+def _cut_after(text: str, beginning: str) -> str:
+    """Return the part of a text that is its beginning, in which white space may differ."""
+    count = sum(1 for _ in _KEPT.finditer(beginning))
+    last = next(islice(_KEPT.finditer(text), max(count - 1, 0), None), None)
+    if not count or last is None:
+        return beginning
+    return text[: last.end()]
 
 
 def find_start_token(tokenizer) -> int | None:
