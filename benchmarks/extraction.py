@@ -20,7 +20,7 @@ from measuring import make_table, recite
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from locas_peft.asking import continue_rows, find_pad_token, load_questions
+from locas_peft.asking import continue_rows, load_questions
 from locas_peft.asking.scoring import score_targets
 from locas_peft.backbone import is_embedded
 from locas_peft.bases import load_base
@@ -50,10 +50,10 @@ def count_matched(
     model: nn.Module, tokenizer, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> list[int]:
     """Return how many tokens of a greedy continuation of each prefix are the text's own before the first other one."""
-    matched, host, pad = [], CausalLM(model), find_pad_token(tokenizer)
+    matched, host = [], CausalLM(model)
     for first in range(0, len(pairs), ROWS):
         prefixes, texts = zip(*pairs[first : first + ROWS], strict=True)
-        for own, new in zip(texts, continue_rows(host, prefixes, TOKENS, pad=pad), strict=True):
+        for own, new in zip(texts, continue_rows(host, prefixes, TOKENS), strict=True):
             matched.append([*(a == b for a, b in zip(own, new, strict=True)), False].index(False))
     return matched
 

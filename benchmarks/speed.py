@@ -146,7 +146,7 @@ def list_tasks(host: Host, prompt_tokens: int) -> list[Task]:
 
     def answer(trainer: TestTimeTrainer) -> None:
         tokens = prompt[0, :PROMPT_OF_AN_ANSWER].tolist()
-        continue_rows(trainer.host, [tokens], ANSWER_TOKENS, pad=0)
+        continue_rows(trainer.host, [tokens], ANSWER_TOKENS)
 
     return [
         Task("study", study, LESSONS * LESSON_TOKENS, 2, learns=True),

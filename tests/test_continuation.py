@@ -69,7 +69,7 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
     groups = share_prefixes(rows)
     assert [count for count, _ in groups] == [7, 5]
-    logits = host.logits(count=1, **begin_rows(host, rows, groups, 0))
+    logits = host.logits(count=1, **begin_rows(host, rows, groups))
     for row, found in zip(rows, logits, strict=True):
         torch.testing.assert_close(
             found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4
@@ -84,13 +84,13 @@ def test_rows_are_whole_where_padding_inside_them_counts(family):
         "mpt": (None, "mpt"),
     }[family]
     rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
-    assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))])
     model.config.sliding_window, model.config.model_type = 7, "mistral"
-    assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))])
     # The first two share four tokens, the others one: with both paddings a row has nine.
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 5, 6, 7, 8, 9], [11, 9, 8]]
     groups = [(4, range(2)), (1, range(2, 4))]
-    assert "past_key_values" not in begin_rows(CausalLM(model), rows, groups, 0)
+    assert "past_key_values" not in begin_rows(CausalLM(model), rows, groups)
 
 
 def test_the_local_attention_of_gpt_neo_counts_padding():
@@ -117,7 +117,7 @@ def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
         CausalLM(make_host(family)),
         [row[: 3 + 2 * number] for number, row in enumerate(make_prompts(0))],
     )
-    expected, outputs = continue_rows(host, rows, 5, pad=0), host.outputs
+    expected, outputs = continue_rows(host, rows, 5), host.outputs
 
     def forget(*args, **kwargs):
         found = outputs(*args, **kwargs)
@@ -125,25 +125,25 @@ def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
         return found
 
     monkeypatch.setattr(host, "outputs", forget)
-    assert continue_rows(host, rows, 5, pad=0) == expected
+    assert continue_rows(host, rows, 5) == expected
 
 
 def test_rows_end_at_a_stop_token_and_are_shown_meanwhile():
     host, rows, seen = CausalLM(make_host("llama")), make_prompts(0)[:2], []
     whole = continue_rows(
-        host, rows, 6, pad=0, on_token=lambda new: seen.append([list(row) for row in new])
+        host, rows, 6, on_token=lambda new: seen.append([list(row) for row in new])
     )
     assert [len(row) for row in whole] == [6, 6]
     assert seen == [[row[: number + 1] for row in whole] for number in range(6)]
     stop = whole[0][2]
-    ended = continue_rows(host, rows, 6, pad=0, stops=[stop])
+    ended = continue_rows(host, rows, 6, stops=[stop])
     assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monkeypatch):
     host, rows, sizes = CausalLM(make_host(family)), make_prompts(4), []
-    whole, outputs = continue_rows(host, rows, 8, pad=0), host.outputs
+    whole, outputs = continue_rows(host, rows, 8), host.outputs
     stops = [row[number] for number, row in enumerate(whole[:3])]
     expected = [
         row[: 1 + min((row.index(stop) for stop in stops if stop in row), default=8)]
@@ -155,9 +155,9 @@ def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monk
         return outputs(ids, *args, **kwargs)
 
     monkeypatch.setattr(host, "outputs", count)
-    assert continue_rows(host, rows, 8, pad=0, stops=stops) == expected
+    assert continue_rows(host, rows, 8, stops=stops) == expected
     assert sizes[0] == 5 and min(sizes) <= 2
-    assert continue_rows(host, rows, 8, pad=0, stops=stops, groups=[(4, range(5))]) == expected
+    assert continue_rows(host, rows, 8, stops=stops, groups=[(4, range(5))]) == expected
 
 
 @pytest.mark.parametrize(("ends", "stops"), [(None, []), (7, [7]), ([7, 8], [7, 8])])

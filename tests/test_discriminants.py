@@ -80,7 +80,7 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     for layer in list_layers(model):
         layer.locas_down["default"].weight.data.fill_(0.5)
     prompts = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
-    place_discriminants(model, prompts, [1] * 5, (*PASSAGES, -1), 0, inside=False)
+    place_discriminants(model, prompts, [1] * 5, (*PASSAGES, -1), inside=False)
     gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT))
     first = int(discriminants.FIRST_LAYER * len(gates))
     assert 0 < first < len(gates)
@@ -106,7 +106,7 @@ def test_a_first_slot_is_open_inside_the_answers_with_one_passage_alone(model, l
     tokenizer = loaded[1]
     before = [layer.locas_gate["default"].weight.clone() for layer in list_layers(model)]
     rows = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
-    place_discriminants(model, rows, [3] * 5, (*PASSAGES, -1), 0, inside=True)
+    place_discriminants(model, rows, [3] * 5, (*PASSAGES, -1), inside=True)
     gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT), count=3)
     first = int(discriminants.FIRST_LAYER * len(gates))
     for number, (layer, gate, kept) in enumerate(
@@ -161,7 +161,6 @@ def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
             [tokenizer(each)["input_ids"] for each in QUESTIONS],
             [1] * 4,
             PASSAGES,
-            0,
             inside=False,
         )
         changed = (layer.locas_gate["default"].weight != before).any(1)
@@ -222,7 +221,6 @@ def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
             [tokenizer(each)["input_ids"] for each in QUESTIONS],
             [1] * 4,
             PASSAGES,
-            0,
             inside=False,
         )
         for layer, other in zip(list_layers(model), others, strict=True):

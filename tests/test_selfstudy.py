@@ -86,7 +86,7 @@ def ask_without_filter(host, tokenizer, passages, per_passage, generator, writte
     prompts = [
         encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)
     ]
-    replies = continue_rows(host, prompts, 4, pad=0, choose=draw(1.0, generator))
+    replies = continue_rows(host, prompts, 4, choose=draw(1.0, generator))
     asked = [passage for passage in passages for _ in range(per_passage)]
     written.asked += len(asked)
     return [

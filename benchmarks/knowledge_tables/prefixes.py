@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from paper_tables.baselines import PREFIX_RATES, PrefixModel, list_logits, training_fields
+from paper_tables.baselines import HIGH_RATES, PrefixModel, list_logits, training_fields
 from peft import CartridgeConfig, get_peft_model
 from peft.tuners.cartridge.utils import initialize_kv_prefix_from_past_key_values
 from torch import Tensor
 
 from locas_peft import TestTimeTrainer
-from locas_peft.asking import find_pad_token
 from locas_peft.asking.continuation import continue_inputs, first_line, pad_left
 from locas_peft.asking.prompts import list_stops
 from locas_peft.evaluation import Unit
@@ -49,7 +48,7 @@ def open_prefix(
         cache = _read(bench, ids[: config.num_virtual_tokens])
         initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
     parameters = [weight for weight in model.prompt_encoder.parameters() if weight.requires_grad]
-    fields = {**training_fields(bench, PREFIX_RATES[0]), "context": "recompute"}
+    fields = {**training_fields(bench, HIGH_RATES[0]), "context": "recompute"}
     chunks = math.ceil(len(ids) / bench.common["stride"])
     fields["readings"] = max(bench.scale.prefix_steps // chunks, 1)
     prefix = PrefixModel(model)
@@ -91,7 +90,7 @@ def answer_after_prefix(
     texts = []
     for begin in range(0, len(prompts), BATCH):
         rows = prompts[begin : begin + BATCH]
-        inputs: dict[str, Any] = pad_left(rows, find_pad_token(tokenizer), host.device)
+        inputs: dict[str, Any] = pad_left(rows, host.device)
         cache = prefix.model.get_prompt(batch_size=len(rows))
         count = cache.get_seq_length()
         before = torch.ones(len(rows), count, dtype=torch.long, device=host.device)

@@ -16,7 +16,6 @@ from measuring import encode_pair
 from torch import nn
 
 from locas_peft.asking.continuation import begin_rows, share_prefixes
-from locas_peft.asking.prompts import find_pad_token
 from locas_peft.asking.scoring import score_targets
 from locas_peft.model import CausalLM
 
@@ -142,13 +141,12 @@ def find_right_letters(
         rows.append(tokenizer(prompt, verbose=False)["input_ids"])
     letters = torch.tensor([_find_letter(tokenizer, prompts[0], letter) for letter in LETTERS])
     host = CausalLM(model)
-    pad = find_pad_token(tokenizer)
     right = []
     # The questions of a subject follow each other: a batch shares what they share.
     for begin in range(0, len(rows), BATCH):
         batch = rows[begin : begin + BATCH]
         groups = share_prefixes(batch) if shots else []
-        inputs = begin_rows(host, batch, groups, pad)
+        inputs = begin_rows(host, batch, groups)
         # [B, V]
         logits = host.outputs(count=1, **inputs).logits[:, -1].float()
         chosen = logits[:, letters.to(logits.device)].argmax(-1).tolist()

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 
 from ..model import CausalLM, count_positions, find_cache
 from ..text import is_code
-from .prompts import can_chat, find_pad_token, list_stops
+from .prompts import can_chat, list_stops
 
 __all__ = [
     "Choose",
@@ -41,6 +41,8 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
+# Masked, so that any token serves. A tokenizer's own may lie outside the embeddings.
+_PAD = 0
 BATCH_TOKENS = 32_768
 """The most tokens of a batch of prompts that are answered; a longer prompt is a whole batch."""
 LEAST_TEMPERATURE = 1e-6
@@ -49,7 +51,7 @@ LEAST_SHARED = 64
 """A beginning that all prompts share is computed once where it has so many tokens."""
 
 
-def pad_left(rows: Rows, pad: int, device: torch.device, least: int = 0) -> dict[str, Tensor]:
+def pad_left(rows: Rows, device: torch.device, least: int = 0) -> dict[str, Tensor]:
     """Return rows of token ids as a model's inputs, LongTensors [B, L]; all rows end together.
 
     L is the length of the longest row, or `least` where that is more.
@@ -59,7 +61,7 @@ def pad_left(rows: Rows, pad: int, device: torch.device, least: int = 0) -> dict
     masks = []
     for row in rows:
         missing = length - len(row)
-        padded_rows.append([pad] * missing + list(row))
+        padded_rows.append([_PAD] * missing + list(row))
         masks.append([0] * missing + [1] * len(row))
     mask = torch.tensor(masks, device=device)
     return {
@@ -102,7 +104,6 @@ def begin_rows(
     host: CausalLM,
     rows: Rows,
     groups: Groups = (),
-    pad: int = 0,
     *,
     new_tokens: int = 0,
     caches: dict | None = None,
@@ -117,18 +118,17 @@ def begin_rows(
 
     Args:
         rows: at least one token of each is not shared.
-        pad: any token.
         new_tokens: the most tokens that will follow the rows.
         caches: keeps the keys and values for later batches with the same shared tokens.
     """
     if not groups or not all(count for count, _ in groups) or not host.can_cache():
-        return pad_left(rows, pad, host.device)
+        return pad_left(rows, host.device)
     # Each row is padded twice: after what it shares, and before.
     rest = max(len(rows[number]) - count for count, numbers in groups for number in numbers)
     if not host.can_pad_inside(max(count for count, _ in groups) + rest + new_tokens):
-        return pad_left(rows, pad, host.device)
+        return pad_left(rows, host.device)
     shared = [rows[numbers[0]][:count] for count, numbers in groups]
-    prefixes = pad_left(shared, pad, host.device)
+    prefixes = pad_left(shared, host.device)
     cache = _compute_prefixes(host, shared, prefixes, caches)
     owners = []
     counts = []
@@ -137,7 +137,7 @@ def begin_rows(
         counts += [count] * len(numbers)
     cache.batch_select_indices(torch.tensor(owners, device=host.device))
     rests = [row[count:] for row, count in zip(rows, counts, strict=True)]
-    inputs: dict[str, Any] = pad_left(rests, pad, host.device)
+    inputs: dict[str, Any] = pad_left(rests, host.device)
     inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
     masks = [prefixes["attention_mask"][owners], inputs["attention_mask"]]
     inputs["attention_mask"] = torch.cat(masks, 1)
@@ -164,7 +164,6 @@ def continue_rows(
     rows: Rows,
     max_new_tokens: int,
     *,
-    pad: int,
     groups: Groups = (),
     **options: Any,
 ) -> list[list[int]]:
@@ -173,11 +172,10 @@ def continue_rows(
     Args:
         host: the model in evaluation mode, with or without a memory; not changed.
         rows: token ids, none of them empty.
-        pad: any token.
         groups: see `begin_rows`.
         options: of `continue_inputs`.
     """
-    inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens)
+    inputs = begin_rows(host, rows, groups, new_tokens=max_new_tokens)
     return continue_inputs(host, inputs, max_new_tokens, **options)
 
 
@@ -321,8 +319,7 @@ def continue_texts(
             on_text(decode(rows))
 
         on_token = show
-    pad = find_pad_token(tokenizer)
-    inputs = begin_rows(host, prompts, pad=pad, new_tokens=max_new_tokens, **options)
+    inputs = begin_rows(host, prompts, new_tokens=max_new_tokens, **options)
     rows = continue_inputs(
         host,
         inputs,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from locas_settings import StudySettings
 
-from ..asking import begin_rows, current_day, encode_question, find_pad_token, pad_left
+from ..asking import begin_rows, current_day, encode_question, pad_left
 from ..checks import invalid
 from ..model import CausalLM, compute_once
 from ..slots.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
@@ -369,15 +369,14 @@ class SelfStudy:
         questions, and its own text, are of no passage.
         """
         began = time.perf_counter()
-        pad = find_pad_token(self._tokenizer)
         examples, passages = self._draw_examples()
         prompts = [example.prompt for example in examples]
         ends = [1] * len(prompts)
-        place_discriminants(self._model, prompts, ends, passages, pad, inside=False)
+        place_discriminants(self._model, prompts, ends, passages, inside=False)
         spans = self._list_spans(examples, passages)
         if spans:
             rows, counts, owners = zip(*spans, strict=True)
-            place_discriminants(self._model, rows, counts, owners, pad, inside=True)
+            place_discriminants(self._model, rows, counts, owners, inside=True)
         self._seconds["learn"] += time.perf_counter() - began
 
     def _draw_examples(self) -> tuple[list[Example], list[int]]:
@@ -483,12 +482,12 @@ class SelfStudy:
             # As many rows in each batch, and few lengths.
             rows += [rows[-1]] * (-len(rows) % BATCH)
             length = _round_up(max(map(len, rows)))
-            inputs = pad_left(rows, 0, self._host.device, length)
+            inputs = pad_left(rows, self._host.device, length)
             count = _round_up(count)
         else:
             # Such as the system message of a chat template.
             shared = commonprefix([example.prompt[:-1] for example in examples])
-            inputs = begin_rows(self._host, rows, [(len(shared), range(len(rows)))], 0)
+            inputs = begin_rows(self._host, rows, [(len(shared), range(len(rows)))])
         logits = self._host.logits(count=count, **inputs)
         losses = []
         for example, row_logits in zip(examples, logits, strict=False):

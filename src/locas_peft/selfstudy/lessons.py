@@ -17,7 +17,6 @@ from ..asking import (
     current_day,
     dated,
     encode_question,
-    find_pad_token,
     share_prefixes,
 )
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
@@ -159,9 +158,8 @@ def _answer(
         return likeliest[:, 0]
 
     # Without stop tokens, so that all rows have candidates at each place; answers are cut below.
-    pad = find_pad_token(tokenizer)
     groups = share_prefixes(prompts)
-    replies = continue_rows(host, prompts, ANSWER_TOKENS, pad=pad, groups=groups, choose=choose)
+    replies = continue_rows(host, prompts, ANSWER_TOKENS, groups=groups, choose=choose)
     stops = list_stops(tokenizer)
     batch_candidates = torch.stack(candidates, 1)
     batch_targets = torch.stack(targets, 1)

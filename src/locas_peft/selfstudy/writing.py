@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
+from ..asking import continue_rows, encode_prompt, share_prefixes
 from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
 from ..text import LONGEST_PASSAGE, REPORTED, Passage, split_words
@@ -235,7 +235,6 @@ def write_replies(
         drawn = torch.multinomial(probabilities, 1, generator=generator)
         return candidates.gather(1, drawn)[:, 0]
 
-    pad = find_pad_token(tokenizer)
     stops = list_stops(tokenizer)
     for first in range(0, len(requests), _QUESTIONS_AT_ONCE):
         batch = requests[first : first + _QUESTIONS_AT_ONCE]
@@ -244,7 +243,6 @@ def write_replies(
             host,
             prompts,
             _QUESTION_TOKENS,
-            pad=pad,
             groups=share_prefixes(prompts),
             stops=stops,
             choose=choose,

@@ -74,7 +74,6 @@ def place_discriminants(
     rows: Rows,
     counts: Sequence[int],
     passages: Sequence[int],
-    pad: int,
     *,
     inside: bool,
 ) -> None:
@@ -90,7 +89,6 @@ def place_discriminants(
         rows: token ids, such as prompts, or prompts and answers.
         counts: how many tokens at the end of each row are its passage's.
         passages: the number of each row's passage, from 0 on; -1 for a row that is of none.
-        pad: any token.
         inside: whether the tokens are those of answers, and the memory's first slots get the rows;
             else its last ones.
     """
@@ -102,7 +100,7 @@ def place_discriminants(
     counts = [counts[number] for number in order]
     passages = [passages[number] for number in order]
     owners = torch.tensor(passages).repeat_interleave(torch.tensor(counts))
-    inputs = _list_inputs(model, layers, rows, counts, pad)
+    inputs = _list_inputs(model, layers, rows, counts)
     for number, (layer, layer_inputs) in enumerate(zip(layers, inputs, strict=True)):
         scaled = layer_inputs.float() * layer.locas_input_scale[name]
         solved = _regress(scaled, owners.to(scaled.device), count, inside)
@@ -189,7 +187,7 @@ def _find_trained(model: nn.Module) -> tuple[str, list[LocasLayer], list[LocasLa
 
 
 def _list_inputs(
-    model: nn.Module, layers: Sequence[LocasLayer], rows: Rows, counts: Sequence[int], pad: int
+    model: nn.Module, layers: Sequence[LocasLayer], rows: Rows, counts: Sequence[int]
 ) -> list[Tensor]:
     """Return each layer's FFN inputs at the last tokens of rows, [N, D], without its memories."""
     host = CausalLM(model)
@@ -198,7 +196,7 @@ def _list_inputs(
         for first in range(0, len(rows), ROWS_AT_ONCE):
             batch = rows[first : first + ROWS_AT_ONCE]
             batch_counts = counts[first : first + ROWS_AT_ONCE]
-            arguments = begin_rows(host, batch, _share_beginning(batch, batch_counts), pad)
+            arguments = begin_rows(host, batch, _share_beginning(batch, batch_counts))
             try:
                 for layer, layer_inputs in zip(layers, inputs, strict=True):
                     layer_inputs.counts = batch_counts

@@ -260,7 +260,7 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
     prompts = [[first]] * texts
     with evaluating(base), adapters_disabled(model):
         # No stop token: after the end of one sample, another one follows, as in training text.
-        written = continue_rows(host, prompts, tokens - 1, pad=first, choose=choose)
+        written = continue_rows(host, prompts, tokens - 1, choose=choose)
     return torch.tensor([[first, *ids] for ids in written], device=host.device)
 
 
