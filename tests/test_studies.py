@@ -213,8 +213,7 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
 def test_full_context_leaves_room_for_the_longest_gold_answer(tmp_path):
     model, tokenizer = backbone.load()
     sample = make_samples()[0]
-    for turn in sample["conversation"]["session_1"]:
-        turn["text"] *= 200
+    sample["conversation"]["session_1"] *= 200
     sample["qa"][0]["answer"] = "the boats lay still " * 12
     talk = load_locomo(write_samples(tmp_path, [sample]))[0][0]
     prompts, _ = make_prompts(model, tokenizer, talk, "full-context", max_new_tokens=8)
