@@ -114,3 +114,24 @@ def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
         numbers = [float(number) for number in re.findall(r"[\d.]+", cells[9])]
         assert divergence == "{:.3f} [{:.3f}, {:.3f}]".format(*numbers)
         assert seconds == f"{float(cells[7]):.0f} a passage"
+
+
+def list_baselines() -> list[list[str]]:
+    """The rows of the table of other methods."""
+    table = RESULTS.split("| | rate | parameters | perplexity | gain", 1)[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")[2:]]
+
+
+@pytest.mark.parametrize("cells", list_baselines(), ids=lambda cells: cells[0])
+def test_the_table_of_other_methods_has_the_figures_of_the_results(cells):
+    name, rate, parameters, perplexity, *_, seconds, peak, divergence = cells
+    file = name.replace(" ", "-").replace(",", "")
+    rate = None if rate == "-" else float(rate)
+    path = PAPER / "baselines" / "3649-8192" / f"{file}-{rate}.json"
+    figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    assert parameters == f"{figures['parameters']:,}"
+    assert perplexity == f"{figures['perplexity']:.2f}"
+    assert seconds == f"{figures['processor_seconds']:.0f}"
+    assert peak == f"{figures['peak_bytes'] / 2**30:.2f}"
+    kls = figures["own_answers_kl"]
+    assert float(divergence.split()[0]) == pytest.approx(sum(kls) / len(kls), abs=6e-4)
