@@ -6,6 +6,8 @@
 A case that fails is reduced to the fewest and simplest changes that fail, which are printed.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import os
@@ -70,14 +72,52 @@ FACTORS = st.sampled_from(
     [0.0, -0.0, 1e-45, 1e-30, 1.0, -1.0, 1e4, 1e12, 1e13, 1e20, 3e38, inf, nan]
 )
 SLOW_PATTERN = "(.*)*" * 12 + "$!"
-STRINGS = ["", "mlp", "model.layers.0.mlp", "all-linear", ".*", SLOW_PATTERN, "(" * 9999, "\ud800"]
-STRINGS += ["a\nb", "\x1b[2J", "CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"]
-STRINGS += ["LORA", "IA3", "write", "paper"]
+STRINGS = [
+    "",
+    "mlp",
+    "model.layers.0.mlp",
+    "all-linear",
+    ".*",
+    SLOW_PATTERN,
+    "(" * 9999,
+    "\ud800",
+    "a\nb",
+    "\x1b[2J",
+]
+STRINGS += [
+    "CAUSAL_LM",
+    "SEQ_2_SEQ_LM",
+    "SEQ_CLS",
+    "TOKEN_CLS",
+    "QUESTION_ANS",
+    "LORA",
+    "IA3",
+    "write",
+    "paper",
+]
 NUMBERS = [None, True, False, 0, 1, -1, 3, 10**9, 10**30, 0.5, 1e308, -1e308, 1e12, inf, nan]
-LISTS = [[], [0], [5, 6], [-1], [10**9], [[]], [None], ["mlp"], ["lm_head"], ["model.norm"]]
-LISTS += [[SLOW_PATTERN], [""]]
-OBJECTS = [{}, {"mlp": 3}, {SLOW_PATTERN: 3}, {"embed_tokens": [1]}, {"x": {}}]
-OBJECTS += [{"up": "up_proj", "down": "down_proj"}]
+LISTS = [
+    [],
+    [0],
+    [5, 6],
+    [-1],
+    [10**9],
+    [[]],
+    [None],
+    ["mlp"],
+    ["lm_head"],
+    ["model.norm"],
+    [SLOW_PATTERN],
+    [""],
+]
+OBJECTS = [
+    {},
+    {"mlp": 3},
+    {SLOW_PATTERN: 3},
+    {"embed_tokens": [1]},
+    {"x": {}},
+    {"up": "up_proj", "down": "down_proj"},
+]
 VALUES = st.sampled_from(STRINGS + NUMBERS + LISTS + OBJECTS)
 OTHER_KEYS = st.sampled_from(
     ["cls", "self", "runtime_config", "unknown", "target_parameters", "bias", "\n"]
@@ -224,8 +264,17 @@ def change_record(draw, record: dict) -> None:
 
 CHANGES = st.sampled_from([change_bytes, change_header, change_tensors, change_config_file])
 # A change may not apply to what an earlier one has damaged.
-DAMAGED = (ValueError, KeyError, IndexError, OSError, RuntimeError, TypeError, AttributeError)
-DAMAGED += (SafetensorError, struct.error)
+DAMAGED = (
+    ValueError,
+    KeyError,
+    IndexError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+    struct.error,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ cases
@@ -337,8 +386,11 @@ def run_cases(memories, folder: Path, cases: int, **options) -> Counter:
 def test_changed_memories_are_refused_or_sound(memories, tmp_path):
     outcomes = run_cases(memories, tmp_path, CASES, derandomize=True, database=None)
     # The changes must reach every outcome: a loader that refuses everything would pass the checks of a case.
-    assert outcomes["refused"] > 100 and outcomes["loaded"] > 20
-    assert outcomes["refused for this base"] > 2
+    assert (
+        outcomes["refused"] > 100
+        and outcomes["loaded"] > 20
+        and outcomes["refused for this base"] > 2
+    )
 
 
 @pytest.mark.slow
@@ -424,6 +476,7 @@ ATTACKS = {
         {}, put(EMBEDDINGS=ones(64, 16) * torch.nan), {}, r"embed_tokens\.weight holds values that are not finite"
     ),
     "head": ({}, put(HEAD=ones(64, 16)), {}, rf"lm_head\.weight {FOREIGN}; get the file from a trusted source"),
+    "head int8": ({}, put(HEAD=int8), {}, rf"lm_head\.weight {FOREIGN}"),
     "no tensor's name": (
         {}, lambda t: t.update({"base_model.model.nonsense\nweight": ones(1)}), {}, rf"nonsense\\nweight {FOREIGN}"
     ),
@@ -484,6 +537,9 @@ ATTACKS = {
         {}, put(EMBEDDINGS=ones(64, 8)), NAMED, r"embed_tokens\.weight has shape \[64, 8\], expected \[64, 16\]"
     ),
     "saved embeddings int8": ({}, put(EMBEDDINGS=int8), NAMED, rf"embed_tokens\.weight {NO_FLOAT}"),
+    "saved embeddings not finite": (
+        {}, put(EMBEDDINGS=ones(64, 16) * torch.inf), NAMED, r"embed_tokens\.weight holds values that are not finite"
+    ),
     "norm as an embedding": (
         {}, lambda t: t.update({"base_model.model.model.norm.weight": ones(16)}),
         {"record": {"saved_embeddings": ["model.norm.weight"]}}, rf"model\.norm\.weight {FOREIGN}",
@@ -539,14 +595,23 @@ def test_a_hostile_memory_is_refused_and_leaves_the_base(
 
 
 # What PEFT's own verbs refuse too: the tensors are compared with the model's own.
-CHECKED = (
-    "other r, not finite, layer missing, layer too many, int8, norm, embedding, weights absurd"
-)
-CHECKED += ", product absurd, head of another shape, saved embeddings of another shape"
-CHECKED += ", norm as an embedding"
+CHECKED_BY_THE_TUNER = [
+    "other r",
+    "not finite",
+    "layer missing",
+    "layer too many",
+    "int8",
+    "norm",
+    "embedding",
+    "weights absurd",
+    "product absurd",
+    "head of another shape",
+    "saved embeddings of another shape",
+    "norm as an embedding",
+]
 
 
-@pytest.mark.parametrize("attack", CHECKED.split(", "))
+@pytest.mark.parametrize("attack", CHECKED_BY_THE_TUNER)
 def test_peft_s_own_verbs_check_the_tensors(attack, tmp_path):
     made_with, change, fields, _ = ATTACKS[attack]
     make_model(**made_with).save_pretrained(tmp_path)
@@ -569,7 +634,7 @@ def test_a_damaged_file_is_refused(memory):
         assert_refused(memory, "is truncated or not a safetensors file", make_host("llama"))
 
 
-def test_a_pickle_of_tensors_loads_as_peft_s_own(tmp_path):
+def test_a_pickle_of_tensors_loads_as_peft_s_own(memory, tmp_path):
     model = make_model().eval()
     model.save_pretrained(tmp_path / "pickled", safe_serialization=False)
     names = {path.name for path in (tmp_path / "pickled").iterdir()}
@@ -757,8 +822,9 @@ def test_transformers_own_loader_makes_no_checks(memory):
 )
 def test_unreadable_weights_are_not_called_truncated(memory):
     (memory / TENSORS).chmod(0)
-    message = r"cannot be read \(Permission denied\): check the file's permissions$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(Permission denied\): check the file's permissions$"
+    ):
         describe_memory(memory)
 
 
@@ -791,8 +857,9 @@ def test_another_adapter_s_file_cannot_replace_weights_of_the_base(tmp_path, nam
     save_file({**tensors, f"base_model.model.{name}": torch.zeros(shape)}, tmp_path / TENSORS)
     base = make_host("llama")
     before = snapshot(base)
-    message = f"{name} is a weight of the base and no part of the adapter; save it with"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=f"{name} is a weight of the base and no part of the adapter; save it with"
+    ):
         load_memory(base, tmp_path)
     assert same(base, before)
 
@@ -804,8 +871,9 @@ def test_another_adapter_that_does_not_fit_leaves_the_base(tmp_path):
     before, names = snapshot(model), [name for name, _ in model.named_modules()]
     with pytest.raises(ValueError, match="does not fit GPT2LMHeadModel"):
         load_memory(model, tmp_path)
-    assert [name for name, _ in model.named_modules()] == names
-    assert not hasattr(model, "peft_config")
+    assert [name for name, _ in model.named_modules()] == names and not hasattr(
+        model, "peft_config"
+    )
     assert same(model, before)
 
 
