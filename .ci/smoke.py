@@ -37,7 +37,7 @@ assert not torch.allclose(logits(loaded), logits(backbone.load()[0]), atol=1e-2)
 prompt = tokens[None, :32]
 generated = loaded.generate(input_ids=prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)
 host = CausalLM(loaded, cpu_attention=False)
-(continued,) = continue_rows(host, prompt.tolist(), 8, pad=0)
+(continued,) = continue_rows(host, prompt.tolist(), 8)
 assert host.can_cache()
 assert continued == generated[0, 32:].tolist(), "the continuation is another one"
 merged = loaded.merge_and_unload()
