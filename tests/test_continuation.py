@@ -171,11 +171,15 @@ def test_a_text_ends_with_the_tokenizer_s_end_too(ends, stops, monkeypatch):
     tokenizer = WordTokenizer()
     tokenizer.eos_token_id = 4
     continue_texts(model, tokenizer, [[5, 6]], 3)
-    assert seen == [[*stops, 4]]
+    tokenizer.eos_token_id = 0
+    continue_texts(model, tokenizer, [[5, 6]], 3)
+    tokenizer.eos_token_id = None
+    continue_texts(model, tokenizer, [[5, 6]], 3)
+    assert seen == [[*stops, 4], [*stops, 0], stops]
     tokenizer.chat_template = "{{ messages }}"
     monkeypatch.setattr(continuation, "list_stops", lambda _: [9, 4])
     continue_texts(model, tokenizer, [[5, 6]], 3)
-    assert seen[1] == [*stops, 9, 4]
+    assert seen[3] == [*stops, 9, 4]
 
 
 def test_tokens_are_drawn_as_generate_draws_them():

@@ -345,7 +345,8 @@ def _list_reply_stops(config: Any, tokenizer: Any) -> list[int]:
     if can_chat(tokenizer):
         return [*stops, *list_stops(tokenizer)]
     # Not the other stops of a base model: its text may have more than a line.
-    return [*stops, *filter(None, [tokenizer.eos_token_id])]
+    end = tokenizer.eos_token_id
+    return stops if end is None else [*stops, end]
 
 
 def answer_in_batches(
