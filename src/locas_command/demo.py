@@ -18,9 +18,8 @@ from .console import open_consoles, printable, show_progress, write_result
 from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, Seed
 
 DEMO_JSON = "demo.json"
-METHODS = ("none", "locas-glu", "lora")
-WITHOUT_GATES = ("none", "locas-mlp", "lora")
-"""The methods for a base with two-layer FFNs."""
+METHODS = ("locas-glu", "locas-mlp", "lora")
+"""The methods whose memories have folders: one of the first two, by the base's FFNs, and LoRA."""
 STUDIED = "studied"
 """The folder of the memory of the page."""
 FULL = "full"
@@ -58,6 +57,7 @@ def demo(
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
     from locas_peft.memories import check_vacant
+    from locas_peft.stages import choose_memory
 
     from .running import load
 
@@ -68,7 +68,7 @@ def demo(
     reading = ReadSettings(r=r, seed=seed, max_tokens=max_tokens)
     check_output_directory("--out", out)
     is_demo_folder = (out / DEMO_JSON).exists()
-    for name in (*METHODS[1:], *WITHOUT_GATES[1:], STUDIED):
+    for name in (*METHODS, STUDIED):
         check_vacant(out / name, overwrite=is_demo_folder)
     base = load(BaseOptions(model=model or page.choose_model(), device=device))
     can_answer = can_chat(base.tokenizer)
@@ -86,7 +86,8 @@ def demo(
         write_result(json_file, rows)
         return
     rows = _read_pages(base, reading, out, stdout, stderr)
-    following = f'locas generate "The bridge" --memory {out / _choose_methods(base)[1]}'
+    memory = out / choose_memory(base.model)
+    following = f'locas generate "The bridge" --memory {memory}'
     if can_answer:
         study = StudySettings(r=r, seed=seed)
         studied, question = _study_page(base, study, out / STUDIED, stdout, stderr)
@@ -104,26 +105,19 @@ def demo(
     stdout.print("Or, on a text of yours: locas read TEXT --out my-memory")
 
 
-def _choose_methods(base: Any) -> tuple[str, ...]:
-    """Return the methods that are compared on a base: none, Locas for its FFNs, LoRA."""
-    from locas_peft.tuner import find_ffns
-
-    is_gated = any(ffn.gated for ffn in find_ffns(base.model).values())
-    return METHODS if is_gated else WITHOUT_GATES
-
-
 def _read_pages(
     base: Any, settings: ReadSettings, out: Path, stdout: Console, stderr: Console
 ) -> list[dict[str, Any]]:
     """Let a model read the pages by each method; print the table, and return its rows."""
     from locas_peft import demo as page
     from locas_peft.model import count_positions
-    from locas_peft.stages import complete_all
+    from locas_peft.stages import choose_memory, complete_all
     from locas_peft.tables import Sheet, format_figure
 
     window = min(512, count_positions(base.model) or 512)
     settings = replace(settings, model=base.name, window=window, context="cache")
-    methods = complete_all(settings, _choose_methods(base), base.model)
+    names = ("none", choose_memory(base.model), "lora")
+    methods = complete_all(settings, names, base.model)
     stderr.print(f"{base.name} reads short pages about things that do not exist.")
     stderr.print("Each chunk is scored before it is learned. A lower perplexity is better.")
     rows = []
@@ -152,9 +146,9 @@ def _study_page(
 ) -> tuple[dict[str, Any], str]:
     """Let a model study a page and answer; return the row, and a question about the page."""
     from locas_peft import demo as page
-    from locas_peft.stages import complete
+    from locas_peft.stages import choose_memory, complete
 
-    method = _choose_methods(base)[1]
+    method = choose_memory(base.model)
     settings = complete(replace(settings, method=method, model=base.name), base.model)
     stderr.print("Now it studies eight sentences about a lighthouse that does not exist: it writes")
     stderr.print("questions about them and learns the answers. It is asked without the page.")
@@ -176,9 +170,9 @@ def _compare_studies(
 ) -> list[dict[str, str]]:
     """Compare studies of pages by Locas and LoRA; print the table, and return its rows."""
     from locas_peft import demo as page
-    from locas_peft.stages import complete_all
+    from locas_peft.stages import choose_memory, complete_all
 
-    names = _choose_methods(base)[1:]
+    names = (choose_memory(base.model), "lora")
     methods = complete_all(replace(settings, model=base.name), names, base.model)
     with show_progress(stderr) as progress:
         table = page.Comparison(base.model, base.tokenizer, methods, out).run(progress)

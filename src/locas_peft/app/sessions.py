@@ -44,6 +44,7 @@ from ..stages import (
     ReadSettings,
     StageRun,
     StudySettings,
+    choose_memory,
     complete,
     for_base,
     make_trainer,
@@ -52,7 +53,6 @@ from ..stages import (
 )
 from ..text import load_text, tokenize, unwrap
 from ..ttt import Chunk, cumulative
-from ..tuner import find_ffns
 
 __all__ = [
     "MOST_CHARACTERS",
@@ -418,11 +418,10 @@ class SharedModel:
         self._answer_waiting()
 
     def _choose_settings(self, base: PreTrainedModel, tokens: int) -> ReadSettings:
-        is_gated = all(ffn.gated for ffn in find_ffns(base).values())
         window = min(WINDOW, count_positions(base) or WINDOW)
         stride = min(tokens // LEAST_CHUNKS, window // 2)
         settings = ReadSettings(
-            method="locas-glu" if is_gated else "locas-mlp",
+            method=choose_memory(base),
             model=self.name,
             window=window,
             stride=max(stride, window // 16),
@@ -485,8 +484,8 @@ class Visitors:
     def find(self, key: Any) -> Visitor:
         """Return the visitor with a key; a new one where there is none.
 
-        A key of the form of ours is kept: a page that is still open knows no other one. A visitor
-        with a guessed key has an empty shelf.
+        The new visitor gets the key itself where it has the form of ours, since an open page sends
+        that key again. A guessed key opens an empty shelf.
         """
         key = str(key)
         with self._lock:

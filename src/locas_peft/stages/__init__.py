@@ -10,7 +10,7 @@ from .complete import (
     parse_method,
     split_methods,
 )
-from .methods import METHODS, Method
+from .methods import METHODS, Method, choose_memory
 from .peak import PeakMemory
 from .record import ReadRecord, Record, StudyRecord, load_records, parse_record
 from .running import (
@@ -42,6 +42,7 @@ __all__ = [
     "attached",
     "check_shape",
     "choose_values",
+    "choose_memory",
     "complete",
     "complete_all",
     "for_base",

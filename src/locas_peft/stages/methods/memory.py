@@ -11,7 +11,7 @@ from ...checks import check_choice
 from ...tuner import STRATEGIES, LocasConfig, find_ffns
 from .method import Method, find_layers
 
-__all__ = ["TRAINED", "MemoryMethod"]
+__all__ = ["TRAINED", "MemoryMethod", "choose_memory"]
 
 TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
 """The settings that have no meaning for a memory that is written and not trained."""
@@ -55,3 +55,9 @@ class MemoryMethod(Method):
             present = "gated"
         problem = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
         raise ValueError(f"{problem} with {present} ones: use {self.other_method!r}")
+
+
+def choose_memory(base: PreTrainedModel) -> str:
+    """Return the method of a memory that fits a base's FFNs: "locas-glu" or "locas-mlp"."""
+    is_gated = all(ffn.gated for ffn in find_ffns(base).values())
+    return "locas-glu" if is_gated else "locas-mlp"
