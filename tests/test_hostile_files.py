@@ -36,7 +36,7 @@ from locas_peft.memories import describe_memory, load_memory, save_memory
 from locas_peft.tuner.modules import remember_modules
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-CASES = 240
+CASES = 400
 LIMIT_SECONDS = 5.0  # of processor time: other processes may slow a test down
 TOKENS = torch.arange(3, 27).reshape(2, 12)
 # The reasons to refuse a sound file for this base. For any other reason `describe_memory` must refuse it too.
