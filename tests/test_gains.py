@@ -5,6 +5,7 @@ import torch
 import transformers as tf
 from families import change_config, logits, make_host, make_tokens, rewrite, same, snapshot, teach
 from peft import PeftModel, get_peft_model
+from training import SETTINGS, assert_same, make_ids, read, resume, save, trained_weights
 
 from locas_peft import LocasConfig, TestTimeTrainer, rescale
 from locas_peft.memories import load_memory
@@ -192,3 +193,23 @@ def test_gains_are_a_setting_of_memories_alone():
     assert complete(ReadSettings(gains=False)).gains is None
     with pytest.raises(ValueError, match="gains has no meaning for the method 'lora'"):
         complete(ReadSettings(method="lora", gains=True))
+
+
+def test_a_checkpoint_has_the_gains(tmp_path):
+    ids = make_ids(60)
+
+    def make_trainer() -> TestTimeTrainer:
+        config = LocasConfig(r=4, gains=True, task_type="CAUSAL_LM")
+        return TestTimeTrainer(get_peft_model(make_host("llama"), config), **SETTINGS)
+
+    whole = make_trainer()
+    expected = read(whole, ids)
+    trainer = make_trainer()
+    reading = trainer.read(ids)
+    for _ in range(4):
+        next(reading)
+    save(trainer, tmp_path)
+    resumed = make_trainer()
+    resume(resumed, tmp_path)
+    assert read(resumed, ids) == expected[4:]
+    assert_same(trained_weights(resumed.model), trained_weights(whole.model))
