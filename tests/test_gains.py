@@ -193,6 +193,8 @@ def test_gains_are_a_setting_of_memories_alone():
     assert complete(ReadSettings(gains=False)).gains is None
     with pytest.raises(ValueError, match="gains has no meaning for the method 'lora'"):
         complete(ReadSettings(method="lora", gains=True))
+    with pytest.raises(ValueError, match="gains has no meaning with update='ridge'"):
+        complete(ReadSettings(update="ridge", gains=True))
 
 
 def test_a_checkpoint_has_the_gains(tmp_path):
