@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from locas_peft import LocasConfig, TestTimeTrainer
+from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.tables import format_mean
 from locas_peft.tuner.modules import remember_modules
 
@@ -158,7 +159,7 @@ def fill(bench: Bench) -> None:
 
 
 def tabulate(bench: Bench) -> str:
-    """Return each row's gain at its best rate, and its difference from the memory."""
+    """Return each row's gain at its best rate, its difference from the memory, and its KL."""
     tokens = bench.scale.sweep_tokens
     results = load_results(bench, ROWS, "gap", tokens, SWEEP_BOOK, tokens)
     if "no memory" not in results:
@@ -180,10 +181,11 @@ def tabulate(bench: Bench) -> str:
                 format_mean(compare_chunks(none, result), 4),
                 difference,
                 f"{figures['processor_seconds']:,.0f}",
+                format_mean(mean_interval(figures["own_answers_kl"]), 4),
             ]
         )
     head = ["", "rate", "parameters", "perplexity", "gain, nats a token"]
-    head += ["nats a token to Locas r=64", "processor time, s"]
+    head += ["nats a token to Locas r=64", "processor time, s", "KL on own answers"]
     note = (
         f"The first {tokens:,} tokens of training book {SWEEP_BOOK}, on which each rate is chosen."
     )
