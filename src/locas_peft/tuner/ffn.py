@@ -154,10 +154,6 @@ class HostFFN:
         """Return whether the FFN has gate rows."""
         return self.parts.gate is not None or self.parts.gate_up is not None
 
-    def takes_input_alone(self) -> bool:
-        """Return whether the owner's forward needs A alone; Bloom's adds the residual stream."""
-        return self.is_flat or _count_inputs(self.owner) == 1
-
     def projection(self, part: str) -> nn.Module:
         """Return the host's own projection of that name, without what wraps it."""
         return _unwrap_all(getattr(self.owner, part))
@@ -221,17 +217,6 @@ class HostFFN:
         with self.down.register_forward_hook(observe):
             yield
 
-    def run_scaled(self, ffn_input: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return Wdown of the activation that a function has changed: `scale(M)` in place of M.
-
-        Dropout inside the FFN, which few families have, is left out.
-
-        Args:
-            ffn_input: A `[B, T, D]`.
-            scale: takes and returns M `[B, T, F]`.
-        """
-        return getattr(self.owner, self.parts.down)(scale(self._activate(ffn_input)))
-
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
         for part in self.parts.projections:
@@ -287,18 +272,6 @@ class HostFFN:
             _splice(module, 0, first + width, first + stop)
         _splice(self.down, 1, width, stop)
         self._refresh_owner()
-
-    @torch.no_grad()
-    def copy_columns(self, width: int) -> Tensor:
-        """Return a copy of the down columns of the first neurons, `[D, width]`."""
-        return _rows_of(self.down)[:, :width].clone()
-
-    @torch.no_grad()
-    def replace_columns(self, columns: Tensor) -> None:
-        """Replace the down columns of the first neurons by `[D, width]`, in place."""
-        weight = self.down.weight.data
-        rows = weight.T if isinstance(self.down, Conv1D) else weight
-        rows[:, : columns.shape[1]].copy_(columns)
 
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""
@@ -364,9 +337,7 @@ class HostFFN:
         token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
         with ExitStack() as hooks:
             for part in (self.parts.inlet, self.parts.down):
-                # With its adapters: a memory's gains change what the projection itself receives.
-                module = unwrap(getattr(self.owner, part))
-                hook = module.register_forward_pre_hook(partial(keep, part))
+                hook = self.projection(part).register_forward_pre_hook(partial(keep, part))
                 hooks.enter_context(hook)
             hooks.enter_context(torch.no_grad())
             hooks.enter_context(evaluating(self.owner))

@@ -13,7 +13,7 @@ from .method import Method, find_layers
 
 __all__ = ["TRAINED", "MemoryMethod", "choose_memory"]
 
-TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every", "gains")
+TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
 """The settings that have no meaning for a memory that is written and not trained."""
 
 
@@ -26,8 +26,6 @@ class MemoryMethod(Method):
     def complete(self, defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         values = super().complete(defaults, given)
         check_choice("init", values["init"], STRATEGIES)
-        # As in records of memories without gains.
-        values["gains"] = values["gains"] or None
         return values
 
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
@@ -38,7 +36,6 @@ class MemoryMethod(Method):
             "output_scale": settings.output_scale,
             "scaling": settings.scaling,
             "layers_to_transform": find_layers(settings, base),
-            "gains": bool(settings.gains),
             "seed": settings.seed,
             "task_type": "CAUSAL_LM",
         }
