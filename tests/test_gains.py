@@ -1,5 +1,7 @@
 """Gains: factors on the host's own neurons, which a memory may train beside its slots."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import transformers as tf
@@ -9,9 +11,11 @@ from training import SETTINGS, assert_same, make_ids, read, resume, save, traine
 
 from locas_peft import LocasConfig, TestTimeTrainer, rescale
 from locas_peft.memories import load_memory
+from locas_peft.memories.base_sample import sample_weights
 from locas_peft.slots import to_lora
 from locas_peft.tuner import find_ffns, gains, list_layers
 from locas_peft.tuner.ffn import _rows_of
+from locas_peft.tuner.modules import trained_parameters
 from locas_settings import ReadSettings
 
 # A gated FFN, one with fused projections, a two-layer one of Conv1D, and a flat one.
@@ -21,7 +25,7 @@ DENSE = ["llama", "phi3", "gpt2", "opt"]
 def set_gains(model, name="default", seed=0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for layer in list_layers(model, name):
-        gain = layer.locas_gain[name]
+        gain = layer.locas_gain[name].weight
         gain.data = 0.3 * torch.randn(gain.shape, generator=generator).to(gain)
 
 
@@ -51,7 +55,7 @@ def test_gains_multiply_what_the_down_projection_receives(family):
     layers = list_layers(model)
     host = make_host(family)
     for layer, ffn in zip(layers, find_ffns(host).values(), strict=True):
-        factors = 1 + gains.SCALE * layer.locas_gain["default"]
+        factors = 1 + gains.SCALE * layer.locas_gain["default"].weight
         _rows_of(ffn.down).mul_(factors.detach())
         layer.locas_down["default"].weight.data.zero_()
     assert (logits(host) - logits(make_host(family))).abs().max() > 0.1
@@ -112,7 +116,7 @@ def test_rescaling_multiplies_gains_too():
         torch.testing.assert_close(logits(model), logits(make_host("llama")))
     half = make_model()
     for layer in list_layers(half):
-        layer.locas_gain["default"].data *= 0.5
+        layer.locas_gain["default"].weight.data *= 0.5
         layer.locas_tau["default"] = layer.locas_tau["default"] * 0.5
     with rescale(model, 0.5):
         torch.testing.assert_close(logits(model), logits(half))
@@ -127,7 +131,7 @@ def test_a_reading_learns_gains():
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-2)
     for _ in trainer.read(make_tokens(1, 60)[0]):
         pass
-    assert all(layer.locas_gain["default"].all() for layer in list_layers(model))
+    assert all(layer.locas_gain["default"].weight.all() for layer in list_layers(model))
 
 
 def test_gains_of_a_half_precision_base_stay_float32(tmp_path):
@@ -139,8 +143,8 @@ def test_gains_of_a_half_precision_base_stay_float32(tmp_path):
     host = make_host("llama", torch.bfloat16)
     loaded = PeftModel.from_pretrained(host, str(tmp_path), low_cpu_mem_usage=True)
     for one, other in zip(list_layers(model), list_layers(loaded), strict=True):
-        assert one.locas_gain["default"].dtype == torch.float32
-        assert torch.equal(one.locas_gain["default"], other.locas_gain["default"])
+        assert one.locas_gain["default"].weight.dtype == torch.float32
+        assert torch.equal(one.locas_gain["default"].weight, other.locas_gain["default"].weight)
     assert logits(loaded).dtype == torch.bfloat16
 
 
@@ -178,11 +182,11 @@ def test_a_file_that_contradicts_its_config(tmp_path):
 
     def shorten(tensors):
         for key in tensors:
-            if key.endswith("locas_gain"):
+            if key.endswith("locas_gain.weight"):
                 tensors[key] = tensors[key][:-1].clone()
 
     rewrite(tmp_path, shorten)
-    with pytest.raises(ValueError, match="locas_gain has shape"):
+    with pytest.raises(ValueError, match=r"locas_gain.weight has shape \[23\]"):
         load_memory(make_host("llama"), tmp_path)
 
 
@@ -193,8 +197,6 @@ def test_gains_are_a_setting_of_memories_alone():
     assert complete(ReadSettings(gains=False)).gains is None
     with pytest.raises(ValueError, match="gains has no meaning for the method 'lora'"):
         complete(ReadSettings(method="lora", gains=True))
-    with pytest.raises(ValueError, match="gains has no meaning with update='ridge'"):
-        complete(ReadSettings(update="ridge", gains=True))
 
 
 def test_a_checkpoint_has_the_gains(tmp_path):
@@ -215,3 +217,59 @@ def test_a_checkpoint_has_the_gains(tmp_path):
     resume(resumed, tmp_path)
     assert read(resumed, ids) == expected[4:]
     assert_same(trained_weights(resumed.model), trained_weights(whole.model))
+
+
+def test_gains_of_a_frozen_memory_stay_frozen(tmp_path):
+    model = make_model(task_type="CAUSAL_LM")
+    model.save_pretrained(str(tmp_path))
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = PeftModel.from_pretrained(make_host("llama", dtype), str(tmp_path))
+        assert not trained_parameters(loaded)
+        loaded.load_adapter(str(tmp_path), "other")
+        assert not trained_parameters(loaded)
+        loaded.set_adapter("other")
+        assert len(trained_parameters(loaded)) == 4 * len(list_layers(loaded))
+
+
+def test_a_safe_merge_refuses_columns_that_overflow():
+    model = get_peft_model(
+        make_host("llama", torch.float16), LocasConfig(r=4, init_weights="random", gains=True)
+    )
+    for layer in list_layers(model):
+        layer.locas_gain["default"].weight.data.fill_(1e6)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    assert same(model, before)
+
+
+def test_a_merged_memory_is_saved_for_its_base(tmp_path):
+    model = make_model("gpt2")
+    model.merge_adapter()
+    assert sample_weights(model) == sample_weights(make_host("gpt2"))
+
+
+def test_dropout_and_hooks_of_the_ffn_stay():
+    host = make_host("gpt2")
+    for module in host.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model = get_peft_model(host, LocasConfig(r=4, init_weights="random", gains=True))
+    set_gains(model)
+    (layer, *_) = list_layers(model.train())
+    calls = []
+    layer.base_layer.register_forward_hook(lambda *args: calls.append(1))
+    inputs = torch.randn(1, 3, layer.in_features)
+    assert not torch.equal(layer(inputs), layer(inputs))
+    assert len(calls) == 2
+
+
+def test_threads_share_a_model_with_gains():
+    model = make_model()
+    texts = [make_tokens(seed=seed) for seed in range(8)]
+    expected = [logits(model, tokens) for tokens in texts]
+    with ThreadPoolExecutor(4) as pool:
+        for output, wanted in zip(
+            pool.map(lambda t: logits(model, t), texts), expected, strict=True
+        ):
+            torch.testing.assert_close(output, wanted)

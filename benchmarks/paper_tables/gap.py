@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from measuring import make_table
-from peft import LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model
+from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from locas_peft import LocasConfig, TestTimeTrainer
@@ -37,6 +36,12 @@ __all__ = ["fill", "tabulate"]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FFN = ["gate_proj", "up_proj", "down_proj"]
+# Adapters beside a memory, and their learning rates as multiples of the memory's.
+OUTPUT_LORA = LoraConfig(r=16, lora_alpha=16, target_modules=["o_proj"])
+LORA_SHARE = 3e-4 / 4e-3
+# A factor for each neuron of the host.
+DOWN_IA3 = IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"])
+IA3_SHARE = 3.0
 
 
 def _lora_on(targets: list[str]) -> PeftConfig:
@@ -58,41 +63,52 @@ def _open_values(bench: Bench, rate: float | None) -> Iterator[TestTimeTrainer]:
 
 
 @contextmanager
-def _open_both(bench: Bench, rate: float | None) -> Iterator[TestTimeTrainer]:
-    """Attach a memory beside each FFN, and LoRA of r=16 on the output of attention."""
+def _open_beside(
+    beside: PeftConfig, share: float, r: int, bench: Bench, rate: float | None
+) -> Iterator[TestTimeTrainer]:
+    """Attach a memory of width `r` beside each FFN, and another adapter in the same model.
+
+    Args:
+        beside: of the other adapter.
+        share: its learning rate, as a multiple of the memory's.
+    """
     restore = remember_modules(bench.base)
     torch.manual_seed(0)
     try:
-        config = LoraConfig(r=16, lora_alpha=16, target_modules=["o_proj"])
-        inject_adapter_in_model(config, bench.base, adapter_name="attention")
+        inject_adapter_in_model(beside, bench.base, adapter_name="beside")
         with warnings.catch_warnings():
             # PEFT warns of a second adapter in the model.
             warnings.simplefilter("ignore", UserWarning)
-            model = get_peft_model(bench.base, LocasConfig(r=64, task_type="CAUSAL_LM"))
-        trained = [weight for name, weight in model.named_parameters() if _is_of_both(name)]
+            model = get_peft_model(bench.base, LocasConfig(r=r, task_type="CAUSAL_LM"))
+        trained = [weight for name, weight in model.named_parameters() if _is_adapter(name)]
         for weight in trained:
             weight.requires_grad_(True)
         fields = training_fields(bench, rate)
-        # LoRA's usual rate is a quarter of a memory's.
-        yield TestTimeTrainer(
-            model, parameters=trained, optimizer=partial(_two_rates, model, rate), **fields
-        )
+        optimizer = partial(_two_rates, model, rate, share)
+        yield TestTimeTrainer(model, parameters=trained, optimizer=optimizer, **fields)
     finally:
         restore()
 
 
-def _is_of_both(name: str) -> bool:
-    return any(part in name for part in ("locas_gate", "locas_up", "locas_down", "lora_"))
+def _is_beside(name: str) -> bool:
+    return "lora_" in name or "ia3_" in name
 
 
-def _two_rates(model: nn.Module, rate: float, parameters: list[nn.Parameter]) -> Any:
-    """Make AdamW with `rate` for the memory and a thirteenth of it for LoRA's matrices."""
+def _is_adapter(name: str) -> bool:
+    parts = ("locas_gate", "locas_up", "locas_down")
+    return _is_beside(name) or any(part in name for part in parts)
+
+
+def _two_rates(
+    model: nn.Module, rate: float, share: float, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make AdamW with `rate` for the memory, and a multiple of it for the other adapter."""
     own = []
     others = []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            (others if "lora_" in name else own).append(weight)
-    groups = [{"params": own, "lr": rate}, {"params": others, "lr": rate * 3e-4 / 4e-3}]
+            (others if _is_beside(name) else own).append(weight)
+    groups = [{"params": own, "lr": rate}, {"params": others, "lr": rate * share}]
     return torch.optim.AdamW(groups, weight_decay=0.0)
 
 
@@ -138,7 +154,24 @@ ROWS = [
         True,
     ),
     Baseline("Locas r=64, values alone", _open_values, (4e-3, 8e-3), True),
-    Baseline("Locas r=64 and LoRA r=16 on attention's output", _open_both, (4e-3,), True),
+    Baseline(
+        "Locas r=64 and LoRA r=16 on attention's output",
+        partial(_open_beside, OUTPUT_LORA, LORA_SHARE, 64),
+        LOCAS_RATES[:1],
+        True,
+    ),
+    Baseline(
+        "Locas r=64 and IA3 on the down projections",
+        partial(_open_beside, DOWN_IA3, IA3_SHARE, 64),
+        LOCAS_RATES[:1],
+        True,
+    ),
+    Baseline(
+        "Locas r=16 and IA3 on the down projections",
+        partial(_open_beside, DOWN_IA3, IA3_SHARE, 16),
+        LOCAS_RATES[:1],
+        True,
+    ),
     Baseline(
         "Locas r=64, upper half of the layers",
         partial(open_row, partial(locas, 64, layers_to_transform="upper")),

@@ -119,7 +119,7 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
         expected[scale] = []
     if GAIN in parts:
         # The width of the host's FFN is not known here; loading compares it.
-        expected[GAIN] = [parts[GAIN].numel()]
+        expected[GAIN] = [max(1, parts[GAIN].numel())]
     for part, tensor in parts.items():
         if list(tensor.shape) != expected[part]:
             return f"{part} has shape {list(tensor.shape)}, expected {expected[part]}"

@@ -15,10 +15,12 @@ random token then checks the formula. A new family is one row of `KNOWN_PARTS`. 
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -221,16 +223,27 @@ class HostFFN:
         with self.down.register_forward_hook(observe):
             yield
 
-    def run_scaled(self, ffn_input: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return Wdown of the activation that a function has changed: `scale(M)` in place of M.
-
-        Dropout inside the FFN, which few families have, is left out.
+    def run_scaled(
+        self, scale: Callable[[Tensor], Tensor], ffn_input: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the owner with `scale(M)` in place of M before the down projection.
 
         Args:
-            ffn_input: A `[B, T, D]`.
             scale: takes and returns M `[B, T, F]`.
+            ffn_input, args, kwargs: of the owner's forward.
         """
-        return getattr(self.owner, self.parts.down)(scale(self._activate(ffn_input)))
+        if torch.compiler.is_compiling():
+            # A graph has no hooks that come and go: the parts, without dropout between them.
+            return getattr(self.owner, self.parts.down)(scale(self._activate(ffn_input)))
+        thread = threading.get_ident()
+
+        def apply(module: nn.Module, inputs: tuple) -> tuple | None:
+            if threading.get_ident() != thread:
+                return None
+            return (scale(inputs[0]), *inputs[1:])
+
+        with self.down.register_forward_pre_hook(apply):
+            return self.owner(ffn_input, *args, **kwargs)
 
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""

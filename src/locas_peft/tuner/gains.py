@@ -12,10 +12,18 @@ counts. Merging multiplies the down columns by c.
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SCALE = 3.0
 """Of the gains in the factors, so that they learn at the rate of the slots."""
+
+
+class Gain(nn.Module):
+    """The gains g of one memory: its parameter `weight`, `[F]`, begins at 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
 
 
 def combine_gains(

@@ -22,11 +22,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from .config import LocasConfig
 from .ffn import HostFFN, SumActivity
 from .finding import AnyFFN
-from .gains import combine_gains, multiply
+from .gains import Gain, combine_gains, multiply
 from .initialization import (
     STRATEGIES,
     Calibration,
@@ -41,6 +42,7 @@ from .initialization import (
 from .memory_file import make_calibrated_flag
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
+from .modules import unwrap
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
@@ -87,8 +89,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_gate = nn.ModuleDict()
         self.locas_up = nn.ModuleDict()
         self.locas_down = nn.ModuleDict()
-        # g `[F]` of the memories that have gains.
-        self.locas_gain = nn.ParameterDict()
+        # Of the memories that have gains.
+        self.locas_gain = nn.ModuleDict()
         self.locas_input_scale = ScaleDict(persistent=True)
         self.locas_tau = ScaleDict(persistent=True)
         # 1 where rows and scale were made from a text or need none, else 0.
@@ -149,7 +151,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
         if config.gains:
-            self.locas_gain[adapter_name] = nn.Parameter(self._make_gain())
+            self.locas_gain[adapter_name] = self._make_gain()
         # The paper's tau, from the base as it is now: merging memories later would change it.
         mean_down_norm = self.ffn.mean_down_norm()
         needs_text = self._strategy(adapter_name).needs_calibration
@@ -175,13 +177,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         assert isinstance(self.ffn, HostFFN)
         return self.ffn
 
-    def _make_gain(self) -> Tensor:
-        """Return gains that change nothing, [F]."""
-        if isinstance(self.ffn, HostMixture) or not self.ffn.takes_input_alone():
+    def _make_gain(self) -> Gain:
+        """Return gains that change nothing."""
+        is_wrapped = unwrap(self.base_layer) is not self.base_layer
+        is_mixture = isinstance(self.ffn, HostMixture)
+        if is_mixture or is_wrapped or not self._dense.takes_input_alone():
             problem = f"{self.name} ({type(self.base_layer).__name__}) can have no gains"
-            reason = "only an FFN that is no mixture, and takes its input alone, can"
+            reason = "it is a mixture, takes more than its input, or is wrapped by torch"
             raise ValueError(f"{problem}: {reason}. Leave gains out.")
-        return torch.zeros(self.base_width)
+        return Gain(self.base_width)
 
     @torch.no_grad()
     def _reset_weights(self, adapter_name: str, has_host_weights: bool) -> None:
@@ -192,7 +196,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             else:
                 weight.normal_()
         if not config.init_weights and config.gains:
-            self.locas_gain[adapter_name].normal_(std=0.1)
+            self.locas_gain[adapter_name].weight.normal_(std=0.1)
         strategy = self._strategy(adapter_name)
         if not config.init_weights or strategy.written:
             return
@@ -223,8 +227,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return all that is trained of a memory: `weights`, and its gains where it has them."""
         parameters = self.weights(adapter_name)
         if adapter_name in self.locas_gain:
-            parameters.append(self.locas_gain[adapter_name])
+            parameters.append(self.locas_gain[adapter_name].weight)
         return parameters
+
+    @property
+    def _gains(self) -> dict[str, Tensor]:
+        """g `[F]` of each memory that has gains."""
+        return {name: gain.weight for name, gain in self.locas_gain.items()}
 
     def _strategy(self, adapter_name: str) -> Strategy:
         return STRATEGIES[self.locas_config[adapter_name].strategy]
@@ -239,9 +248,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def has_learned(self, adapter_name: str) -> bool:
         """Return whether a memory's values or gains are no longer zero."""
-        gain = self.locas_gain.get(adapter_name)
-        has_gains = gain is not None and bool(gain.any())
-        return has_gains or bool(self.locas_down[adapter_name].weight.any())
+        parameters = self.parameters_of(adapter_name)
+        # The rows are clones.
+        learned = parameters[len(self.weights(adapter_name)) - 1 :]
+        return any(bool(parameter.any()) for parameter in learned)
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._forget(adapter_name)
@@ -542,7 +552,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
         factors = self._find_factors(memories, row_names)
         if factors is not None:
-            return self._run_scaled(hidden_states, factors)
+            return self._run_scaled(factors, hidden_states, *args, **kwargs)
         if result is None:
             result = self.base_layer(hidden_states, *args, **kwargs)
         return result
@@ -554,20 +564,23 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """
         if not any(name in self.locas_gain for name in memories):
             return None
-        gains = dict(self.locas_gain.items())
+        gains = self._gains
         if row_names is None:
             return combine_gains(gains, self.locas_multiplier, memories)
         rows = [combine_gains(gains, self.locas_multiplier, [name]) for name in row_names]
         return torch.stack(rows)
 
-    def _run_scaled(self, hidden_states: Tensor, factors: Tensor) -> Tensor:
+    def _run_scaled(
+        self, factors: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return the host FFN's output with factors on its own neurons."""
         # Memories that are merged have neurons there too.
         added = self.ffn.width - factors.shape[-1]
         factors = nn.functional.pad(factors, (0, added), value=1.0)
         if self.ffn.is_flat:
-            return self.base_layer(multiply(hidden_states, factors))
-        return self._dense.run_scaled(hidden_states, partial(multiply, factors=factors))
+            return self.base_layer(multiply(hidden_states, factors), *args, **kwargs)
+        scale = partial(multiply, factors=factors)
+        return self._dense.run_scaled(scale, hidden_states, *args, **kwargs)
 
     def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
         """Return the memories that take part in a forward, each once."""
@@ -695,6 +708,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         k = self.locas_input_scale[adapter_name]
         return scale_neurons(self.weights(adapter_name), k, self.scale(adapter_name))
 
+    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Append memories to the host's FFN as R neurons each, and multiply by their gains.
 
@@ -710,23 +724,38 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in self._select_memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
             neurons = self.ffn.fit_neurons(*self.neurons(name))
-            checked = [*neurons, self.locas_gain.get(name)]
+            columns = self._scale_columns([*self.merged_adapters, name])
+            checked = [*neurons, columns]
             finite = all(part is None or part.isfinite().all() for part in checked)
             if safe_merge and not finite:
                 problem = "NaNs detected in the merged weights."
                 raise ValueError(f"{problem} The adapter {name} seems to be broken")
             self.ffn.widen(*neurons)
             self.merged_adapters.append(name)
-            if name in self.locas_gain:
-                self._merge_gains()
+            if columns is not None:
+                if self._own_columns is None:
+                    self._own_columns = self._dense.copy_columns(self.base_width)
+                self._dense.replace_columns(columns)
 
-    def _merge_gains(self) -> None:
-        """Multiply the host's own down columns by the factors of all merged memories."""
-        if self._own_columns is None:
-            self._own_columns = self._dense.copy_columns(self.base_width)
-        gains = dict(self.locas_gain.items())
-        factors = combine_gains(gains, self.locas_multiplier, self.merged_adapters)
-        self._dense.replace_columns(self._own_columns * factors)
+    def own_down_weight(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return the host's down weight before gains were merged, by its own; else nothing."""
+        columns = self._own_columns
+        if columns is None:
+            return {}
+        down = self._dense.down
+        own = columns.T if isinstance(down, Conv1D) else columns
+        return {down.weight: nn.Parameter(own, requires_grad=False)}
+
+    def _scale_columns(self, adapter_names: Sequence[str]) -> Tensor | None:
+        """Return the host's own down columns times the gains of memories; None without gains."""
+        factors = self._find_factors(list(adapter_names), None)
+        if factors is None:
+            return None
+        columns = self._own_columns
+        if columns is None:
+            columns = self._dense.copy_columns(self.base_width)
+        weight = self._dense.down.weight
+        return (columns.to(weight.device) * factors).to(weight.dtype)
 
     def check_mergeable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""

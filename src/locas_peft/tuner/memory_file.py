@@ -8,11 +8,9 @@ from torch import Tensor
 
 # PEFT puts it before each name in a file.
 PREFIX = "base_model.model."
-WEIGHTS = ("locas_gate", "locas_up", "locas_down")
-SCALES = ("locas_tau", "locas_input_scale", "locas_calibrated")
 GAIN = "locas_gain"
-# The parts that are tensors of the layer itself, and not weights of a projection.
-PLAIN = (*SCALES, GAIN)
+WEIGHTS = ("locas_gate", "locas_up", "locas_down", GAIN)
+SCALES = ("locas_tau", "locas_input_scale", "locas_calibrated")
 # The limit of a layer's gain, the product of its largest numbers, and of any other number in a
 # memory's files: outputs stay far below the largest float32. Trained memories are below 1e3.
 LARGEST = 1e12
@@ -26,7 +24,7 @@ def parse_key(key: str) -> tuple[str, str] | None:
     "base_model.model.layers.0.mlp.locas_up.weight" gives ("layers.0.mlp", "locas_up").
     """
     ffn, _, part = key.removesuffix(".weight").rpartition(".")
-    parts = WEIGHTS if key.endswith(".weight") else PLAIN
+    parts = WEIGHTS if key.endswith(".weight") else SCALES
     if part not in parts or not ffn:
         return None
     return ffn.removeprefix(PREFIX), part
@@ -39,7 +37,7 @@ def remove_adapter_name(key: str, adapter_name: str) -> str:
     """
     name = re.escape(adapter_name)
     key = re.sub(rf"\.({'|'.join(WEIGHTS)})\.{name}\.weight$", r".\1.weight", key)
-    key = re.sub(rf"\.({'|'.join(PLAIN)})\.{name}$", r".\1", key)
+    key = re.sub(rf"\.({'|'.join(SCALES)})\.{name}$", r".\1", key)
     # PEFT saves these a second time, with the adapter's name, where it saves a resized embedding.
     key = re.sub(rf"\.modules_to_save\.{name}\.", ".", key)
     return re.sub(rf"(\.token_adapter\.trainable_tokens_delta)\.{name}$", r"\1", key)

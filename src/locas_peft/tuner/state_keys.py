@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .layer import LocasLayer
-from .memory_file import PLAIN, WEIGHTS
+from .memory_file import SCALES, WEIGHTS
 from .modules import ADAPTER_LAYERS, plain_name, state_name
 
 Tensors = dict[str, Tensor]
@@ -29,7 +29,7 @@ def map_memory(model: nn.Module, adapter_name: str) -> dict[str, str]:
             if adapter_name in getattr(layer, part):
                 own_key = f"{own_name}.{part}.{adapter_name}.weight"
                 keys[f"{plain_name(name)}.{part}.weight"] = own_key
-        for part in PLAIN:
+        for part in SCALES:
             if adapter_name in getattr(layer, part):
                 keys[f"{plain_name(name)}.{part}"] = f"{own_name}.{part}.{adapter_name}"
     return keys

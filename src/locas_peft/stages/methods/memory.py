@@ -13,7 +13,7 @@ from .method import Method, find_layers
 
 __all__ = ["TRAINED", "MemoryMethod", "choose_memory"]
 
-TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every", "gains")
+TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
 """The settings that have no meaning for a memory that is written and not trained."""
 
 
