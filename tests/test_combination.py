@@ -132,7 +132,7 @@ def test_memories_that_change_more_than_ffns_are_not_combined(second):
     model = make_two(second=second)
     (field,) = second
     message = (
-        f"adapters must change FFNs alone, got 'two' with {field}: "
+        f"adapters must have slots alone, got 'two' with {field}: "
         f"train memories without {field} to combine them."
     )
     with pytest.raises(ValueError, match=message):

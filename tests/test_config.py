@@ -106,7 +106,7 @@ def test_init_weights_names_the_strategy(init_weights, strategy):
 def test_each_field_has_a_help_text():
     fields = {field.name: field for field in dataclasses.fields(LocasConfig)}
     assert all(field.metadata["help"] for field in fields.values())
-    ours = "r target_modules exclude_modules init_weights output_scale scaling max_slot_norm "
+    ours = "r target_modules exclude_modules init_weights output_scale scaling max_slot_norm gains "
     ours += "pad_to_multiple_of rank_pattern layers_to_transform layers_pattern ffn_parts seed "
     ours += "modules_to_save trainable_token_indices record"
     assert list(LocasConfig.__annotations__) == ours.split()

@@ -36,7 +36,7 @@ from locas_peft.memories import describe_memory, load_memory, save_memory
 from locas_peft.tuner.modules import remember_modules
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-CASES = 240
+CASES = 400
 LIMIT_SECONDS = 5.0  # of processor time: other processes may slow a test down
 TOKENS = torch.arange(3, 27).reshape(2, 12)
 # The reasons to refuse a sound file for this base. For any other reason `describe_memory` must refuse it too.
@@ -48,6 +48,7 @@ OTHER_BASE = (
     "cannot do: load the base",
     "must be below the",
     "no FFN of a known structure",
+    "can have no gains",
     "which is no FFN",
     "has no projection named",
     "computes something other than",
@@ -300,20 +301,21 @@ def base():
 
 @pytest.fixture(scope="module")
 def memories(tmp_path_factory) -> list[Path]:
-    """A memory that has learned, one with other trained modules beside it, and an empty one."""
+    """A memory that has learned, one with other trained modules beside it, an empty one, and one with gains."""
     folder = tmp_path_factory.mktemp("memories")
     beside = {"modules_to_save": ["model.norm"], "trainable_token_indices": [5, 6]}
-    for name, fields in (("plain", {}), ("beside", beside), ("empty", {})):
+    kinds = (("plain", {}), ("beside", beside), ("empty", {}), ("gains", {"gains": True}))
+    for name, fields in kinds:
         model = get_peft_model(make_base(), LocasConfig(r=3, task_type="CAUSAL_LM", **fields))
         if name != "empty":
             calibrate(model, [TOKENS])
             for key, parameter in model.named_parameters():
-                if "locas_down" in key:
+                if "locas_down" in key or "locas_gain" in key:
                     parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.save_pretrained(folder / name)
-    return [folder / "plain", folder / "beside", folder / "empty"]
+    return [folder / name for name, _ in kinds]
 
 
 def attempt(load, *args):

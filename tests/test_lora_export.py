@@ -199,7 +199,7 @@ def save_of_another_base(folder):
     ("save", "message"),
     [
         (save_lora_of_backbone, "memory must be of type LOCAS, got '.*zoe' of type LORA: "),
-        (save_with_a_trained_norm, "memory must change FFNs alone, got '.*zoe' that replaces "),
+        (save_with_a_trained_norm, "memory must have slots alone, got '.*zoe' that replaces "),
         (save_of_another_width, "this memory was made for another base "),
         (save_of_another_base, "a library must hold memories of one base, got "),
     ],
@@ -229,6 +229,6 @@ def test_a_memory_beside_a_mixture_is_refused_before_anything_is_written(tmp_pat
 def test_a_memory_that_changes_more_than_ffns_is_no_lora():
     config = LocasConfig(r=2, init_weights="random", modules_to_save=["model.norm"])
     model = get_peft_model(make_host("llama"), config)
-    message = "the memory must change FFNs alone, got one with modules_to_save: merge it"
+    message = "the memory must have slots alone, got one with modules_to_save: merge it"
     with pytest.raises(ValueError, match=message):
         to_lora(model)

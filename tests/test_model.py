@@ -100,7 +100,7 @@ def test_modules_in_use_are_all_modules_but_those_of_inactive_memories():
     modules, used = list(model.modules()), list(used_modules(model))
     assert [module for module in modules if module in set(used)] == used
     left_out = [name for name, module in model.named_modules() if module not in set(used)]
-    containers = {"locas_gate", "locas_up", "locas_down"}
+    containers = {"locas_gate", "locas_up", "locas_down", "locas_gain"}
     assert {name.rpartition(".")[2] for name in left_out} == {"inactive"} | containers
     assert not any(name.endswith("modules_to_save") for name in left_out)
 

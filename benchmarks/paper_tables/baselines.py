@@ -286,6 +286,18 @@ BASELINES = [
     Baseline("dynamic evaluation of all weights", _open_dynamic, (1e-5, 3e-6, 3e-5)),
     Baseline("Locas r=64", partial(open_row, partial(locas, 64)), LOCAS_RATES[:3], True),
     Baseline("Locas r=16", partial(open_row, partial(locas, 16)), LOCAS_RATES[:3], True),
+    Baseline(
+        "Locas r=64 with gains",
+        partial(open_row, partial(locas, 64, gains=True)),
+        LOCAS_RATES[:3],
+        True,
+    ),
+    Baseline(
+        "Locas r=16 with gains",
+        partial(open_row, partial(locas, 16, gains=True)),
+        LOCAS_RATES[:3],
+        True,
+    ),
 ]
 
 

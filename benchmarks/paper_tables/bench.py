@@ -157,7 +157,7 @@ class Bench:
         if file.exists():
             recorded = load_json(file)
             for name, value in about.items():
-                if recorded.get(name) != value:
+                if _drop_empty(recorded.get(name)) != _drop_empty(value):
                     got = f"{name} {recorded.get(name)!r} in {str(file)!r}, not {value!r}"
                     raise ValueError(f"the results have {got}: choose another --out")
         return unit
@@ -224,6 +224,13 @@ class Bench:
         if not unit.is_finished:
             return None
         return unit.load()
+
+
+def _drop_empty(value: Any) -> Any:
+    """Return settings without those of None: results from before a setting existed lack it."""
+    if not isinstance(value, dict):
+        return value
+    return {name: entry for name, entry in value.items() if entry is not None}
 
 
 def describe_chunk(step: Any) -> list[float]:

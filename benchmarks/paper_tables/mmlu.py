@@ -17,7 +17,7 @@ from locas_peft.tables import format_mean, format_percent
 from . import choices
 from .bench import LONG_BOOKS, UNREAD_BOOK, Bench
 from .pg19 import best_lora
-from .rows import DEFAULT_LORA, LOCAS, NONE, Row, locas, lora
+from .rows import DEFAULT_LORA, GAINS, LOCAS, NONE, Row, locas, lora
 
 __all__ = ["fill", "tabulate"]
 
@@ -41,7 +41,7 @@ def list_rows(bench: Bench, make: bool) -> list[Row]:
     if best is not None:
         rows.append(best)
     if bench.is_gated:
-        rows += [LOCAS, locas(name="Locas r=64, without the anchor", anchor=0.0)]
+        rows += [LOCAS, locas(name="Locas r=64, without the anchor", anchor=0.0), GAINS]
     width = bench.scale.large_width
     if width is not None:
         rows += [lora(width), locas(width)]

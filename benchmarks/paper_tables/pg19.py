@@ -12,7 +12,18 @@ from locas_peft.tables import format_mean
 from locas_peft.ttt import perplexity
 
 from .bench import LONG_BOOKS, SHORT_BOOKS, Bench, compare_chunks, find_nats
-from .rows import DEFAULT_LORA, LOCAS, NARROW, NONE, PAPER, Row, lora, two_layer_rows
+from .rows import (
+    DEFAULT_LORA,
+    GAINS,
+    LOCAS,
+    NARROW,
+    NARROW_GAINS,
+    NONE,
+    PAPER,
+    Row,
+    lora,
+    two_layer_rows,
+)
 from .sweep import LORA_RATES, find_rate
 
 __all__ = ["best_lora", "fill", "tabulate"]
@@ -60,12 +71,12 @@ def _list_learning(bench: Bench, make: bool) -> list[Row]:
     if best is not None:
         rows.insert(0, best)
     if bench.is_gated:
-        return [*rows, LOCAS, NARROW]
+        return [*rows, LOCAS, NARROW, GAINS, NARROW_GAINS]
     return [*rows, *two_layer_rows()]
 
 
 def fill(bench: Bench) -> None:
-    """Read the two long books with all rows, and the beginnings of the others with five."""
+    """Read the two long books with all rows, and the beginnings of the others with seven."""
     rows = list_rows(bench, make=True)
     rows_of_all_books = [NONE, *_list_learning(bench, make=True)]
     units = []

@@ -12,8 +12,10 @@ from locas_peft.stages import ReadSettings, attached, complete, make_trainer
 
 __all__ = [
     "DEFAULT_LORA",
+    "GAINS",
     "LOCAS",
     "NARROW",
+    "NARROW_GAINS",
     "NONE",
     "PAPER",
     "Row",
@@ -79,6 +81,8 @@ def _make_row(
 NONE = Row("no memory", "none")
 LOCAS = locas(name="Locas r=64")
 NARROW = locas(16, name="Locas r=16")
+GAINS = locas(name="Locas r=64 with gains", gains=True)
+NARROW_GAINS = locas(16, name="Locas r=16 with gains", gains=True)
 PAPER = locas(name="Locas r=64, the paper's tau", preset="paper")
 DEFAULT_LORA = lora(name="TempLoRA r=64, default rate")
 

@@ -267,6 +267,10 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     if description["replaces"]:
         names = printable(", ".join(description["replaces"]))
         stdout.print(f"{'replaces':11}{names} of the base")
+    sizes = [layer["gain"]["mean"] for layer in description["layers"] if layer["gain"]]
+    if sizes:
+        mean = sum(sizes) / len(sizes)
+        stdout.print(f"{'gains':11}of the base's neurons, {mean:.3g} in size on average")
     if description["layers"]:
         stdout.print(tabulate_memory(description).to_rich())
     write_result(json_file, description)

@@ -14,7 +14,16 @@ __all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings", "GivenName"]
 METHODS = ("none", "lora", "locas-glu", "locas-mlp")
 LARGEST = 2**48
 """The largest whole number: the size in bytes of a tensor with so many rows fits 64 bits."""
-SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "max_slot_norm")
+SHAPE = (
+    "method",
+    "r",
+    "layers_to_transform",
+    "init",
+    "output_scale",
+    "scaling",
+    "max_slot_norm",
+    "gains",
+)
 """The settings that a memory keeps when another stage goes on with it."""
 
 
@@ -90,6 +99,10 @@ class AdapterSettings:
     scaling: Annotated[float | None, Parameter(help="multiplies the output scale.")] = None
     max_slot_norm: Annotated[
         float | None, Parameter(help="radius of the norm clip; 0 for no clip.")
+    ] = None
+    gains: Annotated[
+        bool | None,
+        Parameter(negative="", help="train a factor for each neuron of the base's FFNs too."),
     ] = None
     layers_to_transform: Annotated[
         Any,

@@ -5,6 +5,7 @@ import struct
 import torch
 from torch import Tensor, nn
 
+from ..tuner.attached import list_layers
 from ..tuner.modules import base_parameters
 
 __all__ = ["may_be_same_weights", "sample_weights"]
@@ -29,9 +30,13 @@ def sample_weights(model: nn.Module) -> str:
     Weights that are quantised, sharded or on the meta device are "----".
     """
     matrices = [parameter for _, parameter in base_parameters(model) if parameter.dim() >= 2]
+    # What merged gains have changed.
+    own: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in list_layers(model):
+        own |= layer.own_down_weight()
     if len(matrices) > MATRICES:
         matrices = [matrices[index * len(matrices) // MATRICES] for index in range(MATRICES)]
-    return "".join(_to_digits(matrix) for matrix in matrices)
+    return "".join(_to_digits(own.get(matrix, matrix)) for matrix in matrices)
 
 
 def may_be_same_weights(expected: object, sample: str) -> bool:

@@ -95,7 +95,7 @@ def export_memories(
         The number of neurons, and the largest rank of the adapters.
 
     Raises:
-        ValueError: a memory is damaged, of another base or another type, changes more than FFNs, or
+        ValueError: a memory is damaged, of another base or another type, has more than slots, or
             stands beside a mixture of experts. Nothing is written.
     """
     widest = max(_find_width(memory) for memory in memories.values())
@@ -133,7 +133,9 @@ def _find_width(memory: Path) -> int:
         raise invalid("memory", "be of type LOCAS", got, "engines load other adapters as they are")
     if description["replaces"]:
         got = f"{name} that replaces {description['replaces'][0]} of the base"
-        raise invalid("memory", "change FFNs alone", got, "merge it")
+        raise invalid("memory", "have slots alone", got, "merge it")
+    if any(layer["gain"] for layer in description["layers"]):
+        raise invalid("memory", "have slots alone", f"{name} with gains", "merge it")
     return max(layer["r"] for layer in description["layers"])
 
 

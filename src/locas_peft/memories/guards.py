@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..tuner import LocasConfig
 from ..tuner.load_checks import find_gain_problem, find_number_problem
-from ..tuner.memory_file import PREFIX, SCALES, one_line, split_tensors
+from ..tuner.memory_file import GAIN, PREFIX, SCALES, one_line, split_tensors
 from .tensor_file import load_tensors
 
 __all__ = ["guard_memory", "load_memory_file"]
@@ -105,6 +105,8 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
     up_shape = list(parts["locas_up"].shape)
     if len(up_shape) != 2 or 0 in up_shape:
         return f"locas_up has shape {up_shape}, two dimensions expected"
+    if config.gains != (GAIN in parts):
+        return f"gains is {config.gains}, which the tensors contradict"
     r, d = up_shape
     # The names in rank_pattern are not compared: a file may bring a regular expression that takes
     # forever.
@@ -115,6 +117,9 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
     expected = {"locas_gate": [r, d], "locas_up": [r, d], "locas_down": [d, r]}
     for scale in SCALES:
         expected[scale] = []
+    if GAIN in parts:
+        # The width of the host's FFN is not known here; loading compares it.
+        expected[GAIN] = [max(1, parts[GAIN].numel())]
     for part, tensor in parts.items():
         if list(tensor.shape) != expected[part]:
             return f"{part} has shape {list(tensor.shape)}, expected {expected[part]}"

@@ -21,7 +21,7 @@ from ..checks import first_line, invalid, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
 from ..tuner import LocasConfig
-from ..tuner.memory_file import PREFIX, SCALES, split_tensors
+from ..tuner.memory_file import GAIN, PREFIX, SCALES, split_tensors
 from ..tuner.modules import plain_name, remember_modules, unmerged_at_end
 from .base_sample import may_be_same_weights, sample_weights
 from .folder import MEMORY_CONFIG, READING, RECORD
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _SAVE_AGAIN = "copy or save the memory again"
-_DESCRIBED_PARTS = ("r", "tau", "input_scale", "gate", "up", "down")
+_DESCRIBED_PARTS = ("r", "tau", "input_scale", "gate", "up", "down", "gain")
 _TABULATED_NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
 
 
@@ -174,7 +174,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         memory without an output; None for other adapters), `digests` (of the last stage's record),
         `layers`: for a LOCAS memory an entry for each FFN with `name`, `r`, `tau`, `input_scale`,
         `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory),
-        `up` and `down`, `mean` and `max` of the slots' norms.
+        `up` and `down`, `mean` and `max` of the slots' norms; for `gain` (None without gains) those
+        of the gains' sizes.
 
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
@@ -194,6 +195,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
             for name in sorted(parts, key=_list_numbers)
         ]
         learned = any(layer["down"]["max"] > 0 for layer in layers)
+        learned = learned or any(layer["gain"] and layer["gain"]["max"] > 0 for layer in layers)
         host = config.get_record("host")
     else:
         tensors = _load_other_tensors(path)
@@ -269,6 +271,10 @@ def _describe_layer(
         part = key.removeprefix("locas_")
         if key in SCALES:
             layer[part] = tensor.item()
+            continue
+        if key == GAIN:
+            sizes = tensor.float().abs()
+            layer[part] = {"mean": sizes.mean().item(), "max": sizes.max().item()}
             continue
         # The slots are the rows of gate and up [R, D], and the columns of down [D, R].
         dim = 0 if part == "down" else 1

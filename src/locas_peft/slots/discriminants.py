@@ -159,8 +159,7 @@ def upper_layers_trained(model: nn.Module, alone: bool = True) -> Iterator[None]
     if alone:
         name, lower_layers, _ = _find_trained(model)
         for layer in lower_layers:
-            weights = [module.weight for module in layer.projections(name)]
-            frozen += [weight for weight in weights if weight.requires_grad]
+            frozen += [each for each in layer.parameters_of(name) if each.requires_grad]
     try:
         for weight in frozen:
             weight.requires_grad_(False)

@@ -78,13 +78,13 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
         neurons: W, by how many the base is widened; the memory's own largest R where not given.
 
     Raises:
-        ValueError: the memory is merged, stands beside a mixture, or changes more than FFNs; or W
-            is too small.
+        ValueError: the memory is merged, stands beside a mixture, or has more than slots; or W is
+            too small.
     """
     adapter_name, layers = find_memory(model, adapter_name, "export")
-    field = model.peft_config[adapter_name].field_beside_ffns()
+    field = model.peft_config[adapter_name].field_beside_slots()
     if field is not None:
-        raise invalid("the memory", "change FFNs alone", f"one with {field}", "merge it.")
+        raise invalid("the memory", "have slots alone", f"one with {field}", "merge it.")
     if neurons is None:
         neurons = max(layer.locas_up[adapter_name].out_features for layer in layers)
     factors: dict[str, Factors] = {}

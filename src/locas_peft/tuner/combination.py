@@ -38,7 +38,7 @@ def combined_config(
         raise invalid("weights", rule, list(weights))
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
     for name in configs:
-        _check_changes_ffns_alone(name, configs[name])
+        _check_has_slots_alone(name, configs[name])
         _check_combinable(name, layers, names)
     configs_in_order = list(configs.values())
     combined = copy.deepcopy(configs_in_order[0])
@@ -57,12 +57,12 @@ def combined_config(
     return combined
 
 
-def _check_changes_ffns_alone(name: str, config: LocasConfig) -> None:
+def _check_has_slots_alone(name: str, config: LocasConfig) -> None:
     # What is trained beside the memory would be missing from the combined one.
-    field = config.field_beside_ffns()
+    field = config.field_beside_slots()
     if field is not None:
         remedy = f"train memories without {field} to combine them"
-        raise invalid("adapters", "change FFNs alone", f"{name!r} with {field}", remedy)
+        raise invalid("adapters", "have slots alone", f"{name!r} with {field}", remedy)
 
 
 def _check_combinable(name: str, layers: Sequence[LocasLayer], names: list[str]) -> None:

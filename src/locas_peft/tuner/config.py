@@ -25,6 +25,8 @@ STRATEGY_OF_RANDOM_NUMBERS = "gaussian"
 RECORDS = ("host", "slots", "saved_embeddings")
 # The fields of PEFT that name what is trained beside FFNs.
 BESIDE_FFNS = ("modules_to_save", "trainable_token_indices")
+# The fields by which a memory changes more than its own slots.
+BESIDE_SLOTS = (*BESIDE_FFNS, "gains")
 # Fields of former versions that have no meaning any more. `row_norm` only scaled initial rows.
 FORMER_FIELDS = ("gated_host_experiment", "variant", "row_norm")
 
@@ -92,6 +94,15 @@ class LocasConfig(PeftConfig):
         default=1.0,
         metadata={
             "help": "The radius of the norm clip, 1.0 in the paper. None switches the clip off."
+        },
+    )
+    gains: bool = field(
+        default=False,
+        metadata={
+            "help": (
+                "Whether each neuron of the host's FFNs has a trained factor too, which starts at "
+                "1: F more parameters a layer. Merging multiplies the host's down columns by them."
+            )
         },
     )
     pad_to_multiple_of: int | None = field(
@@ -230,9 +241,9 @@ class LocasConfig(PeftConfig):
             self.set_record("saved_embeddings", embeddings or None)
         super().save_pretrained(save_directory, **kwargs)
 
-    def field_beside_ffns(self) -> str | None:
-        """Return a field by which the memory trains more than FFNs; None where it does not."""
-        for field_name in BESIDE_FFNS:
+    def field_beside_slots(self) -> str | None:
+        """Return a field by which the memory changes more than its slots; None without one."""
+        for field_name in BESIDE_SLOTS:
             if getattr(self, field_name):
                 return field_name
         return None
@@ -358,6 +369,10 @@ def _are_token_indices(value: object) -> bool:
     return all(_is_list_of(ids, int) and min(ids, default=0) >= 0 for ids in lists)
 
 
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_bool_or_string(value: object) -> bool:
     return isinstance(value, bool | str)
 
@@ -439,6 +454,7 @@ RULES: dict[str, list[Rule]] = {
         Rule("be a number, or None for no clip", _is_number, TypeError),
         Rule("be finite and above 0, or None for no clip", _is_positive),
     ],
+    "gains": [Rule("be True or False", _is_bool, TypeError)],
     "pad_to_multiple_of": [AN_INTEGER, Rule("be from 1 to 65536", _is_multiple)],
     "rank_pattern": [
         A_DICTIONARY,

@@ -15,10 +15,12 @@ random token then checks the formula. A new family is one row of `KNOWN_PARTS`. 
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -154,6 +156,10 @@ class HostFFN:
         """Return whether the FFN has gate rows."""
         return self.parts.gate is not None or self.parts.gate_up is not None
 
+    def takes_input_alone(self) -> bool:
+        """Return whether the owner's forward needs A alone; Bloom's adds the residual stream."""
+        return self.is_flat or _count_inputs(self.owner) == 1
+
     def projection(self, part: str) -> nn.Module:
         """Return the host's own projection of that name, without what wraps it."""
         return _unwrap_all(getattr(self.owner, part))
@@ -217,6 +223,28 @@ class HostFFN:
         with self.down.register_forward_hook(observe):
             yield
 
+    def run_scaled(
+        self, scale: Callable[[Tensor], Tensor], ffn_input: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the owner with `scale(M)` in place of M before the down projection.
+
+        Args:
+            scale: takes and returns M `[B, T, F]`.
+            ffn_input, args, kwargs: of the owner's forward.
+        """
+        if torch.compiler.is_compiling():
+            # A graph has no hooks that come and go: the parts, without dropout between them.
+            return getattr(self.owner, self.parts.down)(scale(self._activate(ffn_input)))
+        thread = threading.get_ident()
+
+        def apply(module: nn.Module, inputs: tuple) -> tuple | None:
+            if threading.get_ident() != thread:
+                return None
+            return (scale(inputs[0]), *inputs[1:])
+
+        with self.down.register_forward_pre_hook(apply):
+            return self.owner(ffn_input, *args, **kwargs)
+
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
         for part in self.parts.projections:
@@ -272,6 +300,18 @@ class HostFFN:
             _splice(module, 0, first + width, first + stop)
         _splice(self.down, 1, width, stop)
         self._refresh_owner()
+
+    @torch.no_grad()
+    def copy_columns(self, width: int) -> Tensor:
+        """Return a copy of the down columns of the first neurons, `[D, width]`."""
+        return _rows_of(self.down)[:, :width].clone()
+
+    @torch.no_grad()
+    def replace_columns(self, columns: Tensor) -> None:
+        """Replace the down columns of the first neurons by `[D, width]`, in place."""
+        weight = self.down.weight.data
+        rows = weight.T if isinstance(self.down, Conv1D) else weight
+        rows[:, : columns.shape[1]].copy_(columns)
 
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""
@@ -337,7 +377,9 @@ class HostFFN:
         token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
         with ExitStack() as hooks:
             for part in (self.parts.inlet, self.parts.down):
-                hook = self.projection(part).register_forward_pre_hook(partial(keep, part))
+                # With its adapters: a memory's gains change what the projection itself receives.
+                module = unwrap(getattr(self.owner, part))
+                hook = module.register_forward_pre_hook(partial(keep, part))
                 hooks.enter_context(hook)
             hooks.enter_context(torch.no_grad())
             hooks.enter_context(evaluating(self.owner))

@@ -8,22 +8,26 @@ memory (paper, sections "Two Variants" and "Output Scaling Factor"):
     two-layer  output = FFN(A) + tau * Wdown M,  M = act(k Wup A)
 
 `scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its
-activation `act`: only then is a merged memory exactly R more neurons of the host.
+activation `act`: only then is a merged memory exactly R more neurons of the host. A memory may also
+have gains, factors on the host's own neurons (`gains.py`).
 """
 
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from .config import LocasConfig
 from .ffn import HostFFN, SumActivity
 from .finding import AnyFFN
+from .gains import Gain, combine_gains, multiply
 from .initialization import (
     STRATEGIES,
     Calibration,
@@ -38,6 +42,7 @@ from .initialization import (
 from .memory_file import make_calibrated_flag
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
+from .modules import unwrap
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
@@ -55,7 +60,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         r: the first memory's width R here.
     """
 
-    adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
+    adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down", "locas_gain")
     other_param_names: tuple[str, ...] = (
         "locas_input_scale",
         "locas_tau",
@@ -84,6 +89,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_gate = nn.ModuleDict()
         self.locas_up = nn.ModuleDict()
         self.locas_down = nn.ModuleDict()
+        # Of the memories that have gains.
+        self.locas_gain = nn.ModuleDict()
         self.locas_input_scale = ScaleDict(persistent=True)
         self.locas_tau = ScaleDict(persistent=True)
         # 1 where rows and scale were made from a text or need none, else 0.
@@ -94,6 +101,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Whether a memory stays in float32 beside a half-precision base.
         self.keeps_float32: dict[str, bool] = {}
         self.merged_adapters: list[str] = []
+        # The host's own down columns, while merged gains have changed them.
+        self._own_columns: Tensor | None = None
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
@@ -141,6 +150,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
+        if config.gains:
+            self.locas_gain[adapter_name] = self._make_gain()
         # The paper's tau, from the base as it is now: merging memories later would change it.
         mean_down_norm = self.ffn.mean_down_norm()
         needs_text = self._strategy(adapter_name).needs_calibration
@@ -160,6 +171,22 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
+    @property
+    def _dense(self) -> HostFFN:
+        """The FFN of a layer with gains."""
+        assert isinstance(self.ffn, HostFFN)
+        return self.ffn
+
+    def _make_gain(self) -> Gain:
+        """Return gains that change nothing."""
+        is_wrapped = unwrap(self.base_layer) is not self.base_layer
+        is_mixture = isinstance(self.ffn, HostMixture)
+        if is_mixture or is_wrapped or not self._dense.takes_input_alone():
+            problem = f"{self.name} ({type(self.base_layer).__name__}) can have no gains"
+            reason = "it is a mixture, takes more than its input, or is wrapped by torch"
+            raise ValueError(f"{problem}: {reason}. Leave gains out.")
+        return Gain(self.base_width)
+
     @torch.no_grad()
     def _reset_weights(self, adapter_name: str, has_host_weights: bool) -> None:
         config = self.locas_config[adapter_name]
@@ -168,6 +195,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 weight.zero_()
             else:
                 weight.normal_()
+        if not config.init_weights and config.gains:
+            self.locas_gain[adapter_name].weight.normal_(std=0.1)
         strategy = self._strategy(adapter_name)
         if not config.init_weights or strategy.written:
             return
@@ -194,6 +223,18 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return the weights of `projections`."""
         return [module.weight for module in self.projections(adapter_name)]
 
+    def parameters_of(self, adapter_name: str) -> list[nn.Parameter]:
+        """Return all that is trained of a memory: `weights`, and its gains where it has them."""
+        parameters = self.weights(adapter_name)
+        if adapter_name in self.locas_gain:
+            parameters.append(self.locas_gain[adapter_name].weight)
+        return parameters
+
+    @property
+    def _gains(self) -> dict[str, Tensor]:
+        """g `[F]` of each memory that has gains."""
+        return {name: gain.weight for name, gain in self.locas_gain.items()}
+
     def _strategy(self, adapter_name: str) -> Strategy:
         return STRATEGIES[self.locas_config[adapter_name].strategy]
 
@@ -206,8 +247,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return self._strategy(adapter_name).written
 
     def has_learned(self, adapter_name: str) -> bool:
-        """Return whether a memory's value matrix is no longer zero."""
-        return bool(self.locas_down[adapter_name].weight.any())
+        """Return whether a memory's values or gains are no longer zero."""
+        parameters = self.parameters_of(adapter_name)
+        # The rows are clones.
+        learned = parameters[len(self.weights(adapter_name)) - 1 :]
+        return any(bool(parameter.any()) for parameter in learned)
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._forget(adapter_name)
@@ -239,7 +283,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return whether a forward with gradients calibrates a memory: it waits and is trained."""
         if not self.needs_calibration(adapter_name):
             return False
-        return any(weight.requires_grad for weight in self.weights(adapter_name))
+        return any(each.requires_grad for each in self.parameters_of(adapter_name))
 
     def start_calibration(
         self, adapter_name: str, r: int | None = None, across_processes: bool = True
@@ -473,18 +517,16 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         memories = self._choose_memories(adapter_names, ffn_input)
         if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
-        is_mixed = adapter_names is not None and len(set(adapter_names)) > 1
-        # Merged memories are no slots of the host, which calibration would take them for.
-        waiting = [] if is_mixed or self.merged else self._list_waiting(memories)
-        if waiting:
-            result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
-        else:
-            result = self.base_layer(hidden_states, *args, **kwargs)
-        for name in memories:
-            if not self._is_sharded:
+        # The names of the rows of a mixed batch.
+        row_names = None
+        if adapter_names is not None and len(set(adapter_names)) > 1:
+            row_names = adapter_names
+        result = self._run_host(memories, row_names, ffn_input, hidden_states, *args, **kwargs)
+        if not self._is_sharded:
+            for name in memories:
                 self.clip_before_use(name)
-        if is_mixed:
-            return add_by_row(self, adapter_names, ffn_input, result)
+        if row_names is not None:
+            return add_by_row(self, row_names, ffn_input, result)
         for name in memories:
             result = self._add_recalled(name, ffn_input, result)
         if self.recorder is not None and torch.is_grad_enabled():
@@ -492,6 +534,53 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 result = result.detach().requires_grad_()
             self.recorder(ffn_input, result)
         return result
+
+    def _run_host(
+        self,
+        memories: list[str],
+        row_names: list[str] | None,
+        ffn_input: Tensor,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the output of the host's FFN, and calibrate the memories that wait for it."""
+        # Merged memories are no slots of the host, which calibration would take them for.
+        waiting = [] if row_names or self.merged else self._list_waiting(memories)
+        result = None
+        if waiting:
+            result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
+        factors = self._find_factors(memories, row_names)
+        if factors is not None:
+            return self._run_scaled(factors, hidden_states, *args, **kwargs)
+        if result is None:
+            result = self.base_layer(hidden_states, *args, **kwargs)
+        return result
+
+    def _find_factors(self, memories: list[str], row_names: list[str] | None) -> Tensor | None:
+        """Return the factors on the host's neurons, float32; None where no memory has gains.
+
+        They are `[F]`, or `[B, F]` with the name of a memory for each row of the batch.
+        """
+        if not any(name in self.locas_gain for name in memories):
+            return None
+        gains = self._gains
+        if row_names is None:
+            return combine_gains(gains, self.locas_multiplier, memories)
+        rows = [combine_gains(gains, self.locas_multiplier, [name]) for name in row_names]
+        return torch.stack(rows)
+
+    def _run_scaled(
+        self, factors: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Return the host FFN's output with factors on its own neurons."""
+        # Memories that are merged have neurons there too.
+        added = self.ffn.width - factors.shape[-1]
+        factors = nn.functional.pad(factors, (0, added), value=1.0)
+        if self.ffn.is_flat:
+            return self.base_layer(multiply(hidden_states, factors), *args, **kwargs)
+        scale = partial(multiply, factors=factors)
+        return self._dense.run_scaled(scale, hidden_states, *args, **kwargs)
 
     def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
         """Return the memories that take part in a forward, each once."""
@@ -619,8 +708,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         k = self.locas_input_scale[adapter_name]
         return scale_neurons(self.weights(adapter_name), k, self.scale(adapter_name))
 
+    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Append memories to the host's FFN as R neurons each. `unmerge` restores its bits.
+        """Append memories to the host's FFN as R neurons each, and multiply by their gains.
+
+        `unmerge` restores the host's bits.
 
         Args:
             safe_merge: whether to refuse values that are not finite in the host's dtype.
@@ -632,12 +724,38 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in self._select_memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
             neurons = self.ffn.fit_neurons(*self.neurons(name))
-            finite = all(part is None or part.isfinite().all() for part in neurons)
+            columns = self._scale_columns([*self.merged_adapters, name])
+            checked = [*neurons, columns]
+            finite = all(part is None or part.isfinite().all() for part in checked)
             if safe_merge and not finite:
                 problem = "NaNs detected in the merged weights."
                 raise ValueError(f"{problem} The adapter {name} seems to be broken")
             self.ffn.widen(*neurons)
             self.merged_adapters.append(name)
+            if columns is not None:
+                if self._own_columns is None:
+                    self._own_columns = self._dense.copy_columns(self.base_width)
+                self._dense.replace_columns(columns)
+
+    def own_down_weight(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return the host's down weight before gains were merged, by its own; else nothing."""
+        columns = self._own_columns
+        if columns is None:
+            return {}
+        down = self._dense.down
+        own = columns.T if isinstance(down, Conv1D) else columns
+        return {down.weight: nn.Parameter(own, requires_grad=False)}
+
+    def _scale_columns(self, adapter_names: Sequence[str]) -> Tensor | None:
+        """Return the host's own down columns times the gains of memories; None without gains."""
+        factors = self._find_factors(list(adapter_names), None)
+        if factors is None:
+            return None
+        columns = self._own_columns
+        if columns is None:
+            columns = self._dense.copy_columns(self.base_width)
+        weight = self._dense.down.weight
+        return (columns.to(weight.device) * factors).to(weight.dtype)
 
     def check_mergeable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
@@ -664,6 +782,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if self.merged_adapters:
             self.ffn.narrow(self.base_width)
             self.merged_adapters.clear()
+        if self._own_columns is not None:
+            self._dense.replace_columns(self._own_columns)
+            self._own_columns = None
 
     def release(self) -> nn.Module:
         """Remove the layer's hook from the host and return the wrapped module."""
@@ -697,11 +818,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # that were loaded with low_cpu_mem_usage, if PEFT would cast them back after this.
         dicts = (self.locas_input_scale, self.locas_tau, self.locas_calibrated)
         scales = [scales[adapter_name] for scales in dicts]
-        former = [weight.data for weight in self.weights(adapter_name)]
+        former = [parameter.data for parameter in self.parameters_of(adapter_name)]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         if self.keeps_float32.get(adapter_name, False):
-            for weight, data in zip(self.weights(adapter_name), former, strict=True):
-                weight.data = data.to(weight.device)
+            for parameter, data in zip(self.parameters_of(adapter_name), former, strict=True):
+                parameter.data = data.to(parameter.device)
         weight = self.locas_up[adapter_name].weight
         for dictionary, scale in zip(dicts, scales, strict=True):
             dictionary[adapter_name] = scale if weight.is_meta else scale.to(weight.device)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 # PEFT puts it before each name in a file.
 PREFIX = "base_model.model."
-WEIGHTS = ("locas_gate", "locas_up", "locas_down")
+GAIN = "locas_gain"
+WEIGHTS = ("locas_gate", "locas_up", "locas_down", GAIN)
 SCALES = ("locas_tau", "locas_input_scale", "locas_calibrated")
 # The limit of a layer's gain, the product of its largest numbers, and of any other number in a
 # memory's files: outputs stay far below the largest float32. Trained memories are below 1e3.

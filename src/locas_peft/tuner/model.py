@@ -466,8 +466,8 @@ class LocasModel(BaseTuner):
         weight_of = dict(zip(adapters, weights, strict=True))
         for layer in list_layers(self.model, adapter_name):
             fill_combined(layer, adapter_name, weight_of)
-            for projection in layer.projections(adapter_name):
-                projection.weight.requires_grad_(False)
+            for parameter in layer.parameters_of(adapter_name):
+                parameter.requires_grad_(False)
 
     def _is_any_float32(self, adapters: list[str]) -> bool:
         """Return whether one of several memories is in float32."""

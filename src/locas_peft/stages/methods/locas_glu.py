@@ -15,7 +15,7 @@ from .method import PAPER, TUNED, Unused
 
 __all__ = ["LocasGlu"]
 
-_ROWS = {"r": 64, "init": "topk", "scaling": 1.0, "max_slot_norm": None}
+_ROWS = {"r": 64, "init": "topk", "scaling": 1.0, "max_slot_norm": None, "gains": None}
 _LEARNING_RATE = 4e-3
 _ANCHOR = 0.3
 

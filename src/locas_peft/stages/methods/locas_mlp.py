@@ -15,7 +15,8 @@ from .method import PAPER, TUNED, Unused
 __all__ = ["LocasMlp"]
 
 _WRITING = ("epsilon", "slots_per_chunk")
-_SLOTS = {"max_slot_norm": None, "update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
+_SHAPE = {"max_slot_norm": None, "gains": None}
+_SLOTS = {**_SHAPE, "update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 _TUNED_RATE = 8e-3
 
 
@@ -52,7 +53,7 @@ class LocasMlp(MemoryMethod):
         "init": "topk",
         "output_scale": "measured",
         "scaling": 4.0,
-        "max_slot_norm": None,
+        **_SHAPE,
         "learning_rate": 1.5 * _TUNED_RATE,
         "layers_to_transform": None,
         "anchor": None,

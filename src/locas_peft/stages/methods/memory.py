@@ -26,6 +26,8 @@ class MemoryMethod(Method):
     def complete(self, defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         values = super().complete(defaults, given)
         check_choice("init", values["init"], STRATEGIES)
+        # As in records of memories without gains.
+        values["gains"] = values["gains"] or None
         return values
 
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
@@ -36,6 +38,7 @@ class MemoryMethod(Method):
             "output_scale": settings.output_scale,
             "scaling": settings.scaling,
             "layers_to_transform": find_layers(settings, base),
+            "gains": bool(settings.gains),
             "seed": settings.seed,
             "task_type": "CAUSAL_LM",
         }
