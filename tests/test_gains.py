@@ -148,6 +148,7 @@ def test_gains_of_a_half_precision_base_stay_float32(tmp_path):
     assert logits(loaded).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_compiled_model_applies_gains():
     model = make_model()
     expected = logits(model)
