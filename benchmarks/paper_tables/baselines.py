@@ -42,7 +42,7 @@ from locas_peft.text import digest_ids
 from locas_peft.tuner.modules import remember_modules
 
 from .bench import LONG_BOOKS, SWEEP_BOOK, Bench, compare_chunks, describe_chunk
-from .rows import Row, locas, lora
+from .rows import GAINS, NARROW_GAINS, Row, locas, lora
 from .sweep import LOCAS_RATES, LORA_RATES, find_best
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "choose_rate",
     "fill",
     "list_fitting",
+    "list_gain_rows",
     "load_results",
     "make_unit",
     "measure_kl",
@@ -268,6 +269,17 @@ def _prefix() -> PeftConfig:
 # Fewer parameters have their best rate higher.
 SMALL_LORA_RATES = (1e-3, 3e-4, 3e-3)
 HIGH_RATES = (3e-2, 1e-2, 1e-1)
+
+
+def list_gain_rows(rates: Sequence[float]) -> list[Baseline]:
+    """Return memories of two widths with gains, each at some learning rates."""
+    rows = []
+    for row in (GAINS, NARROW_GAINS):
+        open_gains = partial(open_row, partial(locas, row.given["r"], gains=True))
+        rows.append(Baseline(row.name, open_gains, rates, True))
+    return rows
+
+
 BASELINES = [
     Baseline("no memory", partial(open_row, _none)),
     Baseline("TempLoRA r=64", partial(open_row, partial(lora, 64)), LORA_RATES[:3]),
@@ -286,18 +298,7 @@ BASELINES = [
     Baseline("dynamic evaluation of all weights", _open_dynamic, (1e-5, 3e-6, 3e-5)),
     Baseline("Locas r=64", partial(open_row, partial(locas, 64)), LOCAS_RATES[:3], True),
     Baseline("Locas r=16", partial(open_row, partial(locas, 16)), LOCAS_RATES[:3], True),
-    Baseline(
-        "Locas r=64 with gains",
-        partial(open_row, partial(locas, 64, gains=True)),
-        LOCAS_RATES[:3],
-        True,
-    ),
-    Baseline(
-        "Locas r=16 with gains",
-        partial(open_row, partial(locas, 16, gains=True)),
-        LOCAS_RATES[:3],
-        True,
-    ),
+    *list_gain_rows(LOCAS_RATES[:3]),
 ]
 
 

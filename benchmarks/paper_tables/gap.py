@@ -22,6 +22,7 @@ from .baselines import (
     Baseline,
     choose_rate,
     list_fitting,
+    list_gain_rows,
     load_results,
     make_unit,
     open_adapter,
@@ -141,18 +142,7 @@ ROWS = [
     Baseline(
         "Locas r=64, without the anchor", partial(open_row, _without_anchor), LOCAS_RATES[:1], True
     ),
-    Baseline(
-        "Locas r=64 with gains",
-        partial(open_row, partial(locas, 64, gains=True)),
-        LOCAS_RATES[:1],
-        True,
-    ),
-    Baseline(
-        "Locas r=16 with gains",
-        partial(open_row, partial(locas, 16, gains=True)),
-        LOCAS_RATES[:1],
-        True,
-    ),
+    *list_gain_rows(LOCAS_RATES[:1]),
     Baseline("Locas r=64, values alone", _open_values, (4e-3, 8e-3), True),
     Baseline(
         "Locas r=64 and LoRA r=16 on attention's output",

@@ -308,10 +308,15 @@ class HostFFN:
 
     @torch.no_grad()
     def replace_columns(self, columns: Tensor) -> None:
-        """Replace the down columns of the first neurons by `[D, width]`, in place."""
-        weight = self.down.weight.data
-        rows = weight.T if isinstance(self.down, Conv1D) else weight
-        rows[:, : columns.shape[1]].copy_(columns)
+        """Replace the down columns of the first neurons by `[D, width]`.
+
+        The parameter stays the same object, with new data.
+        """
+        _splice(self.down, 1, 0, columns.shape[1], columns)
+
+    def as_stored(self, columns: Tensor) -> Tensor:
+        """Return down columns `[D, width]` in the layout of the down projection's weight."""
+        return columns.T if isinstance(self.down, Conv1D) else columns
 
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""

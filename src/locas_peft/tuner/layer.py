@@ -22,7 +22,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
 from .config import LocasConfig
 from .ffn import HostFFN, SumActivity
@@ -248,10 +247,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def has_learned(self, adapter_name: str) -> bool:
         """Return whether a memory's values or gains are no longer zero."""
-        parameters = self.parameters_of(adapter_name)
-        # The rows are clones.
-        learned = parameters[len(self.weights(adapter_name)) - 1 :]
-        return any(bool(parameter.any()) for parameter in learned)
+        gain = self._gains.get(adapter_name)
+        has_gains = gain is not None and bool(gain.any())
+        return has_gains or bool(self.locas_down[adapter_name].weight.any())
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._forget(adapter_name)
@@ -724,7 +722,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in self._select_memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
             neurons = self.ffn.fit_neurons(*self.neurons(name))
-            columns = self._scale_columns([*self.merged_adapters, name])
+            own, columns = self._scale_columns([*self.merged_adapters, name])
             checked = [*neurons, columns]
             finite = all(part is None or part.isfinite().all() for part in checked)
             if safe_merge and not finite:
@@ -733,29 +731,29 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.ffn.widen(*neurons)
             self.merged_adapters.append(name)
             if columns is not None:
-                if self._own_columns is None:
-                    self._own_columns = self._dense.copy_columns(self.base_width)
+                self._own_columns = own
                 self._dense.replace_columns(columns)
 
     def own_down_weight(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return the host's down weight before gains were merged, by its own; else nothing."""
-        columns = self._own_columns
-        if columns is None:
+        if self._own_columns is None:
             return {}
-        down = self._dense.down
-        own = columns.T if isinstance(down, Conv1D) else columns
-        return {down.weight: nn.Parameter(own, requires_grad=False)}
+        own = self._dense.as_stored(self._own_columns)
+        return {self._dense.down.weight: nn.Parameter(own, requires_grad=False)}
 
-    def _scale_columns(self, adapter_names: Sequence[str]) -> Tensor | None:
-        """Return the host's own down columns times the gains of memories; None without gains."""
-        factors = self._find_factors(list(adapter_names), None)
+    def _scale_columns(self, adapter_names: list[str]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the host's own down columns, and these times the gains of memories.
+
+        Both are None where no memory has gains.
+        """
+        factors = self._find_factors(adapter_names, None)
         if factors is None:
-            return None
-        columns = self._own_columns
-        if columns is None:
-            columns = self._dense.copy_columns(self.base_width)
+            return None, None
+        own = self._own_columns
+        if own is None:
+            own = self._dense.copy_columns(self.base_width)
         weight = self._dense.down.weight
-        return (columns.to(weight.device) * factors).to(weight.dtype)
+        return own, (own.to(weight.device) * factors).to(weight.dtype)
 
     def check_mergeable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
