@@ -200,6 +200,14 @@ def test_gains_are_a_setting_of_memories_alone():
         complete(ReadSettings(method="lora", gains=True))
 
 
+def test_gains_are_trained_or_refused():
+    from locas_peft.stages import complete
+
+    with pytest.raises(ValueError, match="gains must be trained, which update='ridge' alone"):
+        complete(ReadSettings(gains=True, update="ridge"))
+    assert complete(ReadSettings(gains=True, update="ridge", learning_rate=4e-3)).gains is True
+
+
 def test_a_checkpoint_has_the_gains(tmp_path):
     ids = make_ids(60)
 

@@ -164,6 +164,7 @@ def test_a_study_has_values_of_its_own(method, rate):
         ("locas-glu", "tuned", {"update": "ridge", "anchor": 0.1}, "with update='ridge'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "learning_rate": 0.1}, "with update='nlsvd'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "with update='nlsvd'"),
+        ("locas-mlp", "paper", {"update": "nlsvd", "gains": True}, "with update='nlsvd'"),
         (
             "locas-mlp",
             "tuned",

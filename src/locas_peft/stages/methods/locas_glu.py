@@ -60,6 +60,9 @@ class LocasGlu(MemoryMethod):
             rule = f"be bp or ridge for the method {self.name!r}"
             raise invalid("update", rule, "'nlsvd'", "leave it out")
         if update == "ridge" and "learning_rate" not in given:
+            if values.get("gains"):
+                rule = "be trained, which update='ridge' alone does not"
+                raise invalid("gains", rule, True, "give learning_rate, 4e-3 say")
             return [("update", TRAINED)]
         return super().list_unused(values, given)
 

@@ -70,9 +70,9 @@ class LocasMlp(MemoryMethod):
         if values["init"] != "write":
             return [("init", ("update", *_WRITING)), *unused]
         if values.get("update") == "nlsvd":
-            return [("update", TRAINED), *unused]
+            return [("update", (*TRAINED, "gains")), *unused]
         if values.get("update") == "ridge":
-            return [("update", (*TRAINED, *_WRITING)), *unused]
+            return [("update", (*TRAINED, "gains", *_WRITING)), *unused]
         return unused
 
     def make_writers(self, settings: ReadSettings, model: nn.Module) -> list[Step]:
