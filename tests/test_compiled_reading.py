@@ -50,7 +50,11 @@ def check_same(kind: str, anchored: bool, context: str, caplog) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "anchored", "context"),
-    [("locas", True, "cache"), ("lora", False, "cache"), ("locas", False, "recompute")],
+    [
+        ("locas", True, "cache"),
+        pytest.param("lora", False, "cache", marks=pytest.mark.slow),
+        pytest.param("locas", False, "recompute", marks=pytest.mark.slow),
+    ],
 )
 def test_a_traced_reading_has_the_same_figures(kind, anchored, context, traced, caplog):
     check_same(kind, anchored, context, caplog)
@@ -155,6 +159,7 @@ def test_quantised_and_offloaded_bases_are_named():
     assert compiled.find_compile_obstacle(base) == reason
 
 
+@pytest.mark.slow
 def test_lora_of_another_width_makes_another_graph(traced):
     nats = []
     for is_compiled in (False, True):

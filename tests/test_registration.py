@@ -98,11 +98,16 @@ def test_a_tested_peft_is_used_without_a_word():
     ("change", "reason"),
     [
         ("import enum; peft.PeftType = enum.Enum('PeftType', 'LORA')", "PeftType is no str enum"),
-        (
+        pytest.param(
             "import peft.utils; peft.utils.register_peft_method = lambda name, classes: None",
             "register_peft_method has no config_cls",
+            marks=pytest.mark.slow,
         ),
-        ("import peft.tuners.tuners_utils as u; del u.BaseTuner", "cannot import name 'BaseTuner'"),
+        pytest.param(
+            "import peft.tuners.tuners_utils as u; del u.BaseTuner",
+            "cannot import name 'BaseTuner'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_peft_of_another_form_is_refused_and_nothing_is_written(change, reason):

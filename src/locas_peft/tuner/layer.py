@@ -565,8 +565,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         gains = self._gains
         if row_names is None:
             return combine_gains(gains, self.locas_multiplier, memories)
-        rows = [combine_gains(gains, self.locas_multiplier, [name]) for name in row_names]
-        return torch.stack(rows)
+        by_name = {}
+        for name in dict.fromkeys(row_names):
+            by_name[name] = combine_gains(gains, self.locas_multiplier, [name])
+        return torch.stack([by_name[name] for name in row_names])
 
     def _run_scaled(
         self, factors: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any
