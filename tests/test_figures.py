@@ -72,6 +72,20 @@ def test_the_table_of_readings_has_the_figures_of_the_results(name):
         assert mean == f"{difference:.3f}"
 
 
+def test_a_longer_window_gains_what_the_pages_say():
+    none, best, longer, locas = (
+        load_figures("3649", row) for row in ("none", BEST_LORA, "none_window=16384", "locas-glu")
+    )
+    share = (sum_nats(none) - sum_nats(longer)) / (sum_nats(none) - sum_nats(best))
+    assert f"a window of 16,384 tokens has {share:.0%} (one book)" in README
+    cells = list_cells("no memory, window 16,384", RESULTS, "| book 3649 | parameters")
+    assert cells[3] == f"{longer['perplexity']:.2f}"
+    assert cells[5] == f"{share:.2f}"
+    assert (
+        f"{longer['processor_seconds'] / locas['processor_seconds']:.1f} times the time" in RESULTS
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "row"),
     [
