@@ -94,6 +94,7 @@ def test_a_longer_window_gains_what_the_pages_say():
         ("TempLoRA r=64, 1e-3, its default", "lora"),
         ("Locas r=64, the default", "locas-glu"),
         ("Locas r=16", "locas-glu_r=16"),
+        ("Locas r=64 with gains", "locas-glu_gains=True"),
     ],
 )
 def test_the_table_of_six_books_has_the_figures_of_the_results(name, row):
