@@ -15,6 +15,8 @@ from .method import PAPER, TUNED, Unused
 __all__ = ["LocasMlp"]
 
 _WRITING = ("epsilon", "slots_per_chunk")
+# Without an optimizer nothing trains the gains.
+_TRAINED = (*TRAINED, "gains")
 _SHAPE = {"max_slot_norm": None, "gains": None}
 _SLOTS = {**_SHAPE, "update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 _TUNED_RATE = 8e-3
@@ -70,9 +72,9 @@ class LocasMlp(MemoryMethod):
         if values["init"] != "write":
             return [("init", ("update", *_WRITING)), *unused]
         if values.get("update") == "nlsvd":
-            return [("update", (*TRAINED, "gains")), *unused]
+            return [("update", _TRAINED), *unused]
         if values.get("update") == "ridge":
-            return [("update", (*TRAINED, "gains", *_WRITING)), *unused]
+            return [("update", (*_TRAINED, *_WRITING)), *unused]
         return unused
 
     def make_writers(self, settings: ReadSettings, model: nn.Module) -> list[Step]:
