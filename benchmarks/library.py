@@ -32,9 +32,8 @@ from locas_peft.asking import Answer, Answerer, Question, count_right, load_ques
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, LibraryAnswerer, score_by_words
-from locas_peft.library.routing import LEAST_SCORE, list_passages
+from locas_peft.library.routing import LEAST_SCORE, join_exchanges, list_passages
 from locas_peft.selfstudy import Exchange
-from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.stages import StudySettings
 
 SIZES = (6, 20, 50)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from locas_peft.model import divergences, losses, token_losses
+from locas_peft.model import candidate_divergences, divergences, losses, token_losses
 
 
 def draw(
@@ -54,6 +54,24 @@ def test_a_divergence_is_zero_where_the_two_agree_and_positive_elsewhere():
     student, teacher = draw(5, 5), draw(5, 5, seed=1)
     assert torch.equal(divergences(student, student), torch.zeros(5))
     assert (divergences(student, teacher) > 0).all()
+
+
+def test_all_other_tokens_are_one_outcome_beside_the_candidates():
+    logits, teacher = draw(6, 9), draw(6, 9, seed=1).softmax(-1)
+    top, candidates = teacher.topk(3)
+    found = candidate_divergences(logits, candidates, top)
+
+    student = logits.softmax(-1)
+    outcomes = []
+    for probabilities in (student, teacher):
+        of_candidates = probabilities.gather(1, candidates)
+        others = 1 - of_candidates.sum(-1, keepdim=True)
+        outcomes.append(torch.cat([of_candidates, others], -1).log())
+    expected = F.kl_div(*outcomes, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found, expected)
+
+    certain = candidate_divergences(logits, candidates[:, :1], torch.ones(6, 1))
+    torch.testing.assert_close(certain, token_losses(logits, candidates[:, 0]))
 
 
 def test_rounding_does_not_grow_with_the_logits():

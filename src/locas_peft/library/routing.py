@@ -6,7 +6,7 @@ text. Below `LEAST_SCORE` a question is about no memory.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -15,10 +15,17 @@ import numpy as np
 
 from ..checks import import_extra
 from ..memories.folder import SAMPLE
-from ..selfstudy.exchanges import EXCHANGES, join_exchanges, load_exchanges
+from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 from .terms import StopWords, Term, list_clauses, list_terms
 
-__all__ = ["LEAST_SCORE", "list_passages", "make_sample", "route", "score_by_words"]
+__all__ = [
+    "LEAST_SCORE",
+    "join_exchanges",
+    "list_passages",
+    "make_sample",
+    "route",
+    "score_by_words",
+]
 
 LEAST_SCORE = 1.0
 """The least score of `score_by_words` with which a memory answers."""
@@ -169,6 +176,15 @@ def list_passages(memory: Path) -> list[str]:
         with suppress(FileNotFoundError):
             passages += read(memory)
     return passages
+
+
+def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
+    """Return a text for each answer: its subject, the answer itself and its questions."""
+    texts: dict[str, str] = {}
+    for exchange in exchanges:
+        text = texts.get(exchange.answer, f"{exchange.subject} {exchange.answer}")
+        texts[exchange.answer] = f"{text} {exchange.question}"
+    return texts
 
 
 def _read_exchanges(memory: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ from .. import __version__, backbone
 from ..bases.gguf import is_gguf
 from ..checks import invalid, one_line
 from ..files import finish_replacement, staged, staged_file
-from ..selfstudy.exchanges import EXCHANGES, PASSAGES
+from ..selfstudy.exchanges import EXCHANGES
 from ..tuner import LocasConfig
 from .base_sample import sample_weights
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
@@ -31,6 +31,7 @@ __all__ = [
     "FILES",
     "MEMORY_CONFIG",
     "MOST_BYTES",
+    "PASSAGES",
     "READING",
     "RECORD",
     "SAMPLE",
@@ -56,6 +57,8 @@ RECORD = "record.json"
 READING = "reading.json"
 SAMPLE = "sample.txt"
 TEXT = "text.txt"
+PASSAGES = "passages.safetensors"
+"""A file that version 0.2.0 wrote. It is not used."""
 # A signature by the program model_signing (docs/howto/signing.md), and one that version 0.2.0 wrote
 # beside it.
 SIGNATURE = "model.sig"

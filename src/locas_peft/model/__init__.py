@@ -2,10 +2,11 @@
 
 from .base_weights import compute_once, fingerprint
 from .causal_lm import CausalLM, check_window, count_positions, find_cache
-from .losses import divergences, token_losses
+from .losses import candidate_divergences, divergences, token_losses
 
 __all__ = [
     "CausalLM",
+    "candidate_divergences",
     "check_window",
     "compute_once",
     "count_positions",

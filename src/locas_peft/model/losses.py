@@ -1,6 +1,7 @@
-"""The losses of tokens, computed in pieces.
+"""The losses of tokens.
 
-A large vocabulary then needs no float32 copy of all the logits. Axes: N tokens, V vocabulary.
+Those over the whole vocabulary are computed in pieces: a large one then needs no float32 copy of
+all the logits. Axes: N tokens, V vocabulary, K candidates for a token.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["divergences", "token_losses"]
+__all__ = ["candidate_divergences", "divergences", "token_losses"]
 
 PIECE = 2**23
 """The logits of a piece: 32 MiB in float32."""
@@ -36,6 +37,26 @@ def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
         teacher_logits: the teacher's, [N, V].
     """
     return _Divergences.apply(logits, teacher_logits.detach())
+
+
+def candidate_divergences(logits: Tensor, candidates: Tensor, probabilities: Tensor) -> Tensor:
+    """Return each token's KL divergence [N] from a teacher's likeliest tokens to the student.
+
+    In nats, float32. It is over K candidates and one more outcome, which stands for all other
+    tokens. Over the candidates alone, a student that never says anything else would have the least.
+
+    Args:
+        logits: the student's, [N, V] of any floating dtype.
+        candidates: LongTensor [N, K], the tokens whose probabilities the teacher gives.
+        probabilities: [N, K], these probabilities; a sum below 1 leaves the rest to all others.
+    """
+    logs = logits.float().log_softmax(-1).gather(1, candidates.to(logits.device))
+    targets = probabilities.to(logs)
+    other_logs = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    other_targets = (1 - targets.sum(-1, keepdim=True)).clamp(min=0)
+    logs = torch.cat([logs, other_logs], -1)
+    targets = torch.cat([targets, other_targets], -1)
+    return (torch.xlogy(targets, targets) - targets * logs).sum(-1)
 
 
 class _TokenLosses(torch.autograd.Function):

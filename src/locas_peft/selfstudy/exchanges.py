@@ -11,19 +11,15 @@ from ..files import load_json_lines, staged_file
 
 __all__ = [
     "EXCHANGES",
-    "PASSAGES",
     "Exchange",
     "correct",
     "digest_exchanges",
-    "join_exchanges",
     "load_exchanges",
     "save_exchanges",
 ]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder with the exchanges that it has learned."""
-PASSAGES = "passages.safetensors"
-"""A file in the folder of a memory that version 0.2.0 wrote. It is not used."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,6 @@ def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
     with staged_file(path) as new:
         # The same bytes on every system: they are digested.
         new.write_text(_format(exchanges), encoding="utf-8", newline="\n")
-
-
-def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
-    """Return a text for each answer: its subject, the answer itself and its questions."""
-    texts: dict[str, str] = {}
-    for exchange in exchanges:
-        if exchange.answer not in texts:
-            texts[exchange.answer] = f"{exchange.subject} {exchange.answer}"
-        texts[exchange.answer] += f" {exchange.question}"
-    return texts
 
 
 def digest_exchanges(exchanges: Sequence[Exchange]) -> str:

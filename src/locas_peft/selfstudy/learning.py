@@ -21,7 +21,7 @@ from locas_settings import StudySettings
 
 from ..asking import begin_rows, current_day, encode_question, pad_left
 from ..checks import invalid
-from ..model import CausalLM, compute_once
+from ..model import CausalLM, candidate_divergences, compute_once
 from ..slots.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from ..text import Passage, split_passages
 from ..ttt import Anchor, OwnText
@@ -88,6 +88,12 @@ class Example(NamedTuple):
     def list_inputs(self) -> list[int]:
         """Return the token ids that are fed: all but the last one."""
         return [*self.prompt, *self.answer.tolist()][:-1]
+
+    def divergences(self, logits: Tensor) -> Tensor:
+        """Return KL(teacher || student) at each token of the answer, [T], for logits [T, V]."""
+        count = len(self.answer)
+        candidates = self.lesson.candidates[:count]
+        return candidate_divergences(logits, candidates, self.lesson.targets[:count])
 
 
 @dataclass(frozen=True)
@@ -491,7 +497,8 @@ class SelfStudy:
         logits = self._host.logits(count=count, **inputs)
         losses = []
         for example, row_logits in zip(examples, logits, strict=False):
-            losses.append(_divergences(row_logits[-len(example.answer) :], example.lesson))
+            answer_logits = row_logits[-len(example.answer) :]
+            losses.append(example.divergences(answer_logits))
         return losses
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,23 +546,3 @@ def _check_passages(passages: int) -> None:
         rule = f"text must have at most {MOST_PASSAGES:,} passages to be studied"
         remedy = "study a part of it with max_tokens, or make a memory for each part"
         raise ValueError(f"{rule}, got {passages:,}: {remedy}")
-
-
-def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
-    """Return KL(teacher || student) at the first tokens of an answer, [T].
-
-    It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over
-    the candidates alone, the least KL would need a student that never says anything else.
-
-    Args:
-        logits: [T, V], the student's.
-        lesson: its targets are the teacher's probabilities.
-    """
-    candidates = lesson.candidates[: len(logits)].to(logits.device)
-    logs = logits.float().log_softmax(-1).gather(1, candidates)
-    targets = lesson.targets[: len(logits)].to(logs)
-    other_logs = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    other_targets = (1 - targets.sum(-1, keepdim=True)).clamp(min=0)
-    logs = torch.cat([logs, other_logs], -1)
-    targets = torch.cat([targets, other_targets], -1)
-    return (torch.xlogy(targets, targets) - targets * logs).sum(-1)

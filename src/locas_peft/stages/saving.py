@@ -14,6 +14,7 @@ from ..files import drop_former, finish_replacement, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import (
     MEMORY_CONFIG,
+    PASSAGES,
     READING,
     RECORD,
     SAMPLE,
@@ -25,7 +26,7 @@ from ..memories.folder import (
     save_memory,
 )
 from ..selfstudy import Exchange, save_exchanges
-from ..selfstudy.exchanges import EXCHANGES, PASSAGES
+from ..selfstudy.exchanges import EXCHANGES
 from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
 
 __all__ = ["copy_history", "find_finished", "save_stages"]
