@@ -55,7 +55,7 @@ from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.learning import PER_PASSAGE
+from locas_peft.selfstudy.study import PER_PASSAGE
 from locas_peft.stages import Place, ReadSettings, StudySettings, parse_method, read, study
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk

@@ -32,7 +32,7 @@ from locas_peft.asking import Answerer, answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.evaluation import drift
-from locas_peft.selfstudy import Exchange, learning, lessons, save_exchanges
+from locas_peft.selfstudy import Exchange, distillation, lessons, save_exchanges
 from locas_peft.stages import METHODS
 from locas_peft.tables import Sheet
 from locas_peft.ttt.settings import CONTEXTS
@@ -987,8 +987,8 @@ def test_demo_of_a_chat_model_studies_a_page_and_asks(
     """A run that was stopped is done again; the last command that it names works."""
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
     monkeypatch.setattr(drift, "QUESTIONS", drift.QUESTIONS[:2])
-    monkeypatch.setattr(learning, "LEAST_STEPS", 0)
-    monkeypatch.setattr(learning, "PASSES", 2)
+    monkeypatch.setattr(distillation, "LEAST_STEPS", 0)
+    monkeypatch.setattr(distillation, "PASSES", 2)
     stops = [KeyboardInterrupt]
 
     def write(*_, **__):
@@ -996,7 +996,7 @@ def test_demo_of_a_chat_model_studies_a_page_and_asks(
             raise stops.pop()
         return iter([block])
 
-    monkeypatch.setattr(learning, "write_exchanges", write)
+    monkeypatch.setattr("locas_peft.selfstudy.study.write_exchanges", write)
     arguments = ["demo", "--model", chat_model, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
     assert run(*arguments, "--out", "demo")[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
@@ -1022,14 +1022,14 @@ def test_demo_of_a_chat_model_studies_a_page_and_asks(
 
 def test_a_full_demo_goes_on_with_what_is_left(run, tmp_path, monkeypatch, chat_model, block):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
-    monkeypatch.setattr(learning, "LEAST_STEPS", 0)
+    monkeypatch.setattr(distillation, "LEAST_STEPS", 0)
     monkeypatch.setattr(demo.comparison, "write_exchanges", lambda *_, **__: iter([block]))
     page, questions = demo.load_page("ferry", 3), demo.load_page_questions("ferry")[:4]
     monkeypatch.setattr(demo.comparison, "load_page", lambda name: page)
     monkeypatch.setattr(demo.comparison, "load_page_questions", lambda name: questions)
     for module in (demo.comparison, demo.studying):
         monkeypatch.setattr(module, "Answerer", partial(Answerer, max_new_tokens=4))
-    monkeypatch.setattr(learning, "PASSES", 2)
+    monkeypatch.setattr(distillation, "PASSES", 2)
     comparison = partial(demo.Comparison, pages=("ferry",), seeds=(0, 1))
     monkeypatch.setattr(demo, "Comparison", comparison)
     arguments = ["demo", "--full", "--model", chat_model, "--r", 4, "--device", "cpu"]

@@ -192,7 +192,7 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
     base, tokenizer = loaded
     calls, place = [], place_discriminants
     monkeypatch.setattr(
-        "locas_peft.selfstudy.learning.place_discriminants",
+        "locas_peft.selfstudy.distillation.place_discriminants",
         lambda *a, **o: [calls.append(o), place(*a, **o)],
     )
     settings = StudySettings(passes=1, anchor=0.0, r=16, **fields)

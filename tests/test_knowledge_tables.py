@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from locomo_data import make_samples, write_samples
+from peft import get_peft_model
 
-from locas_peft import backbone, text
+from locas_peft import LocasConfig, backbone, text
 from locas_peft.asking.scoring import score_targets
+from locas_peft.memories import memory_attached
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 MODULES = "asked bench documents fictional grading memories pages prefixes quality retrieval rows "
@@ -221,6 +223,24 @@ def test_choices_are_split_by_their_letters(tables):
         "Who (else)?\n\n (A) he \n (B) she. \n (C) it", "(B) she."
     )
     assert (item.question, item.choices, item.gold) == ("Who (else)?", ("he", "she.", "it"), 1)
+
+
+def test_a_memory_is_compared_with_the_base_alone(tables, make_bench, tmp_path):
+    bench = make_bench()
+    expected = bench.score_unread(bench.base)
+    perplexities = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = get_peft_model(bench.base, LocasConfig(r=4, init_weights=False))
+        model.save_pretrained(tmp_path / "memory")
+        model.unload()
+        effects = tables.memories.SideEffects(bench)
+        with memory_attached(bench.base, tmp_path / "memory") as attached:
+            figures = effects.measure(attached)
+        assert figures["unread_base_perplexity"] == expected
+        assert min(figures["own_answers_kl"]) > 0
+        perplexities.append(figures["unread_perplexity"])
+    assert len({expected, *perplexities}) == 3
 
 
 # ---------------------------------------------------------------------- retrieval

@@ -13,15 +13,16 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from locas_peft import backbone, text
-from locas_peft.asking import continue_rows, draw, encode_prompt
+from locas_peft import backbone, selfstudy, text
+from locas_peft.asking import continue_rows, draw, encode_prompt, encode_question
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
 from locas_peft.selfstudy import (
     Exchange,
     Passage,
-    learning,
+    SelfStudy,
+    distillation,
     lessons,
     load_exchanges,
     save_exchanges,
@@ -71,9 +72,9 @@ def keeps_all(monkeypatch):
     """Every reply is a question, and a block has one passage, so that there are several."""
     monkeypatch.setattr(writing, "_ask", ask_without_filter)
     monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
-    for module in (writing, learning):
+    for module in (writing, selfstudy.study):
         monkeypatch.setattr(module, "BLOCK", 1)
-    monkeypatch.setattr(learning, "BATCH", 2)
+    monkeypatch.setattr(distillation, "BATCH", 2)
 
 
 @pytest.fixture
@@ -119,9 +120,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def examples_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Example]:
+def examples_of(kept: list[lessons.Lesson], tokenizer) -> list[distillation.Example]:
     return [
-        learning.Example(learning.encode_question(tokenizer, *each.word(0)), each, each.answer)
+        distillation.Example(encode_question(tokenizer, *each.word(0)), each, each.answer)
         for each in kept
     ]
 
@@ -510,14 +511,14 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
         (written,) = writing.write_exchanges(model, tokenizer, passages, 2)
         assert written.exchanges == alone.exchanges
         rows = []
-        distill = learning.SelfStudy._distill
+        measure = distillation.Distillation._measure
         monkeypatch.setattr(
-            learning.SelfStudy,
-            "_distill",
-            lambda self, each: rows.extend(each) or distill(self, each),
+            distillation.Distillation,
+            "_measure",
+            lambda self, each: rows.extend(each) or measure(self, each),
         )
         settings = StudySettings(exchanges=2, passes=3, learning_rate=1e-3)
-        study = learning.SelfStudy(model, tokenizer, input_ids, settings)
+        study = SelfStudy(model, tokenizer, input_ids, settings)
         for _ in study.run():
             pass
     prompts = [prompt for prompt, _, _ in rows]
@@ -535,10 +536,10 @@ def test_the_time_is_estimated_before_a_study_and_a_text_that_is_too_long_is_ref
     loaded, input_ids, monkeypatch, caplog
 ):
     with caplog.at_level("INFO"), attached(loaded[0], settings_of()) as model:
-        study = learning.SelfStudy(model, loaded[1], input_ids, settings_of(), given=GIVEN)
+        study = SelfStudy(model, loaded[1], input_ids, settings_of(), given=GIVEN)
         next(study.run())
     assert "studies about 2 exchanges; this takes about 1 min" in caplog.text
-    monkeypatch.setattr(learning, "MOST_PASSAGES", 2)
+    monkeypatch.setattr(selfstudy.study, "MOST_PASSAGES", 2)
     message = "^text must have at most 2 passages to be studied, got 3: study a part of it with "
     with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of())
@@ -584,7 +585,10 @@ def test_an_interruption_changes_no_bit(
         learn(loaded, input_ids, settings, on_step=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
     assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
-    assert any(known for _, _, known in state["schedule"]["progress"]) == (known_nats == 20.0)
+    learned = state["distillation"]
+    assert (learned is None) == (at[0] == "write")
+    progress = learned["schedule"]["progress"] if learned else []
+    assert any(known for _, _, known in progress) == (known_nats == 20.0)
     steps = []
     torch.manual_seed(99)
     learn(loaded, input_ids, settings, on_step=steps.append, resume=True, **broken)
@@ -659,30 +663,30 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
     base, tokenizer = loaded
     with attached(base, settings_of()) as model:
         settings = StudySettings(passes=5, learning_rate=1e-3)
-        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
-        rates = [study._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
-    warmup = [step / (learning.WARMUP_STEPS + 1) for step in range(1, 6)]
+        study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+        rates = [study._distillation._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
+    warmup = [step / (distillation.WARMUP_STEPS + 1) for step in range(1, 6)]
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
 
 
 def test_a_study_needs_a_learning_rate(loaded, input_ids):
     message = "^learning_rate must be given for a study, got None: give one, 1e-3 say, or complete"
     with pytest.raises(ValueError, match=message):
-        learning.SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
+        SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
 
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
     base, tokenizer = loaded
     usual = math.ceil(
-        2 * learning.LEAST_STEPS * learning.BATCH / len(GIVEN)
+        2 * distillation.LEAST_STEPS * distillation.BATCH / len(GIVEN)
     )  # no rows tell passages apart
     first = []
     for passes in (None, usual, 4 * usual):
         with attached(base, settings_of()) as model:
             settings = StudySettings(passes=passes, learning_rate=1e-3)
-            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+            study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             next(study.run())
-            first.append(study._learner.optimizer.param_groups[0]["lr"])
+            first.append(study._distillation._learner.optimizer.param_groups[0]["lr"])
     assert first[0] == first[1] == 2 * first[2]
 
 
@@ -692,13 +696,15 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     for anchor in (0.0, 30.0):
         with attached(base, settings_of(r=16)) as model:
             settings = StudySettings(passes=12, learning_rate=2e-2, anchor=anchor)
-            study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+            study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
             for _ in study.run():
                 pass
             kept = lessons.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
                 divergence[anchor] = (
-                    torch.cat(study._distill(examples_of(kept, tokenizer))).mean().item()
+                    torch.cat(study._distillation._measure(examples_of(kept, tokenizer)))
+                    .mean()
+                    .item()
                 )
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
@@ -707,9 +713,9 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
     base, tokenizer = loaded
     with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing
         settings = StudySettings(passes=1, learning_rate=1e-3)
-        study = learning.SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
+        learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
         kept = lessons.write_replay_lessons(model, tokenizer)
-        divergence = torch.cat(study._distill(examples_of(kept, tokenizer))).mean()
+        divergence = torch.cat(learned._measure(examples_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3

@@ -35,7 +35,7 @@ from locas_peft.memories import (
     memory_attached,
 )
 from locas_peft.model import fingerprint
-from locas_peft.selfstudy import Exchange, learning, load_exchanges
+from locas_peft.selfstudy import Exchange, distillation, load_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import (
     Place,
@@ -876,13 +876,13 @@ def study_settings(**given) -> StudySettings:
 def rows_placed(monkeypatch):
     """The calls that put rows that tell passages apart into a memory."""
     calls = []
-    place = learning.place_discriminants
+    place = distillation.place_discriminants
 
     def record(*args, **options):
         calls.append(options)
         return place(*args, **options)
 
-    monkeypatch.setattr(learning, "place_discriminants", record)
+    monkeypatch.setattr(distillation, "place_discriminants", record)
     return calls
 
 

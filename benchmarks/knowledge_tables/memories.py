@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ __all__ = [
     "STUDY",
     "STUDY_AFTER_READING",
     "Recipe",
+    "SideEffects",
     "forget",
-    "measure_side_effects",
     "memory_unit",
     "opened",
 ]
@@ -143,9 +143,9 @@ def _make_unit(
             seconds += needs.load()["figures"]["processor_seconds"]
         figures = {"processor_seconds": seconds, "parameters": record.extra_parameters}
         figures["record"] = _list_numbers(record)
-        references = list_logits(bench.base, bench.own_answers)
+        effects = SideEffects(bench)
         with memory_attached(bench.base, unit.memory) as model:
-            return {**figures, **measure_side_effects(bench, model, references)}
+            return {**figures, **effects.measure(model)}
 
     path = f"memories/{document.name}/{slug}.json"
     return bench.unit(path, about, measure, needs, size=len(ids) * recipe.times)
@@ -245,23 +245,28 @@ def _list_numbers(record: Any) -> dict[str, float]:
     return numbers
 
 
-def measure_side_effects(
-    bench: KnowledgeBench,
-    model: nn.Module,
-    references: Sequence[Tensor],
-    context: str | None = None,
-) -> dict[str, Any]:
-    """Measure what a frozen model says of other things.
+class SideEffects:
+    """What the base says of other things, and how a memory changes it.
+
+    It is made before a memory is attached: a memory is attached in the base's own layers.
 
     Args:
-        references: the base's logits on its own answers.
         context: of the unread text's windows (see `ReadSettings`).
     """
-    return {
-        "own_answers_kl": measure_kl(model, bench.own_answers, references),
-        "unread_perplexity": bench.score_unread(model, context),
-        "unread_base_perplexity": bench.score_base(context),
-    }
+
+    def __init__(self, bench: KnowledgeBench, context: str | None = None):
+        self._bench = bench
+        self._context = context
+        self._base_logits = list_logits(bench.base, bench.own_answers)
+        self._base_perplexity = bench.score_base(context)
+
+    def measure(self, model: nn.Module) -> dict[str, Any]:
+        """Return the KL on the base's own answers and the unread text's perplexities."""
+        return {
+            "own_answers_kl": measure_kl(model, self._bench.own_answers, self._base_logits),
+            "unread_perplexity": self._bench.score_unread(model, self._context),
+            "unread_base_perplexity": self._base_perplexity,
+        }
 
 
 @contextmanager

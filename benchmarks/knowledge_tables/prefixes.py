@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from paper_tables.baselines import HIGH_RATES, PrefixModel, list_logits, training_fields
+from paper_tables.baselines import HIGH_RATES, PrefixModel, training_fields
 from peft import CartridgeConfig, get_peft_model
 from peft.tuners.cartridge.utils import initialize_kv_prefix_from_past_key_values
 from torch import Tensor
@@ -21,7 +21,7 @@ from locas_peft.text import tokenize
 
 from .bench import KnowledgeBench
 from .documents import Document
-from .memories import measure_side_effects
+from .memories import SideEffects
 
 __all__ = ["answer_after_prefix", "open_prefix"]
 
@@ -39,7 +39,7 @@ def open_prefix(
         memory: its number of parameters is the most that the prefix has.
     """
     ids = tokenize(bench.tokenizer, document.text)
-    references = list_logits(bench.base, bench.own_answers)
+    effects = SideEffects(bench, "recompute")
     began = time.process_time()
     torch.manual_seed(0)
     config = _make_config(bench, ids, start, memory)
@@ -58,7 +58,7 @@ def open_prefix(
     cost = {"processor_seconds": time.process_time() - began}
     cost["parameters"] = sum(weight.numel() for weight in parameters)
     model.requires_grad_(False)
-    yield prefix, {**cost, **measure_side_effects(bench, prefix, references, "recompute")}
+    yield prefix, {**cost, **effects.measure(prefix)}
 
 
 @torch.inference_mode()

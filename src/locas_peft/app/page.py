@@ -17,7 +17,7 @@ from ..library import Library
 from ..library.names import propose_name
 from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
-from ..selfstudy.learning import PER_PASSAGE
+from ..selfstudy.study import PER_PASSAGE
 from ..text import load_text, python_reference
 from .sessions import (
     MOST_CHARACTERS,

@@ -17,7 +17,7 @@ from ..evaluation.intervals import mean_interval
 from ..evaluation.units import Unit, run_units
 from ..progress import Progress, silent
 from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..selfstudy.learning import PER_PASSAGE
+from ..selfstudy.study import PER_PASSAGE
 from ..stages import Place, StudySettings
 from ..tables import Sheet, format_percent
 from ..text import digest_json

@@ -6,7 +6,7 @@ writes the exchanges of a text and learns them.
 
 from ..text import Passage, split_passages
 from .exchanges import Exchange, load_exchanges, save_exchanges
-from .learning import SelfStudy, StudyStep
+from .study import SelfStudy, StudyStep
 from .writing import write_exchanges
 
 __all__ = [
