@@ -103,7 +103,7 @@ CPU = Scale(
     pairs=10,
     unread_tokens=8_192,
     conversations=2,
-    locomo_questions=None,
+    locomo_questions=20,
     timed_tokens=16_384,
 )
 GPU = Scale(
