@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
-from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, write_own_answers
+from locas_peft.evaluation.drift import QUESTIONS, cut_pieces, measure_drift, write_own_answers
 from locas_peft.evaluation.intervals import rise_interval
 
 
@@ -32,7 +32,7 @@ def make_model(kind: str):
 @pytest.mark.parametrize("kind", ["lora", "locas"])
 def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     ids, plain = make_tokens(1, 50)[0], make_host("llama")
-    before = measure_drift(plain, cut_text(ids, 16, 8))
+    before = measure_drift(plain, cut_pieces(ids, 16, 8))
     assert before["kl_nats"] == 0 and before["nll_nats"] == before["reference_nll_nats"]
     assert before["tokens"] == 49 and set(before["chunk_kl_nats"]) == {0.0}
     model = make_model(kind)
@@ -40,7 +40,7 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     for _ in trainer.read(make_tokens(1, 60, seed=9)[0]):
         pass
     model.eval()
-    after = measure_drift(model, cut_text(ids, 16, 8))
+    after = measure_drift(model, cut_pieces(ids, 16, 8))
     assert after["kl_nats"] > 0 and after["nll_nats"] != before["nll_nats"]
     assert after["reference_sha256"] == before["reference_sha256"]
     assert after["reference_nll_nats"] == before["nll_nats"]
@@ -88,7 +88,7 @@ def test_drift_is_the_kl_from_the_reference_to_the_model():
         with model.disable_adapter():
             p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
-    assert measure_drift(model, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(
+    assert measure_drift(model, cut_pieces(ids, 16, 16))["kl_nats"] == pytest.approx(
         expected, rel=1e-4
     )
 

@@ -7,7 +7,7 @@ from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer
 from locas_peft.asking.scoring import score_targets
-from locas_peft.evaluation.drift import cut_text, measure_drift
+from locas_peft.evaluation.drift import cut_pieces, measure_drift
 
 
 def make_pairs(count: int = 7) -> list[tuple[list[int], list[int]]]:
@@ -76,12 +76,12 @@ def test_targets_that_cannot_be_scored_are_one_line():
 
 def test_documents_are_scored_as_the_trainer_scores_them():
     model, ids = make_host("llama"), make_tokens(1, 61)[0]
-    found = measure_drift(model, cut_text(ids, 16, 8))
+    found = measure_drift(model, cut_pieces(ids, 16, 8))
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None)
     assert found["chunk_nll_nats"] == pytest.approx(
         [chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5
     )
-    assert sum(measure_drift(model, cut_text(ids, 8, 8))["chunk_tokens"]) == 60
+    assert sum(measure_drift(model, cut_pieces(ids, 8, 8))["chunk_tokens"]) == 60
 
 
 def test_only_logits_that_are_scored_are_computed():
@@ -94,5 +94,5 @@ def test_only_logits_that_are_scored_are_computed():
         "21 tokens are fed; the scored ones are predicted at the last three of them"
     )
     widths.clear()
-    measure_drift(model, cut_text(make_tokens(1, 40)[0], 32, 8))
+    measure_drift(model, cut_pieces(make_tokens(1, 40)[0], 32, 8))
     assert max(widths) == 8, "of windows of 32 tokens"

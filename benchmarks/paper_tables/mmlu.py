@@ -9,7 +9,7 @@ from measuring import make_table
 from torch import nn
 
 from locas_peft.evaluation import Unit
-from locas_peft.evaluation.drift import cut_text, measure_drift
+from locas_peft.evaluation.drift import cut_pieces, measure_drift
 from locas_peft.evaluation.intervals import mean_interval, rise_interval
 from locas_peft.memories import memory_attached
 from locas_peft.tables import format_mean, format_percent
@@ -86,7 +86,7 @@ def ask_pairs(bench: Bench) -> Measure:
 def read_unread(bench: Bench) -> Measure:
     """Prepare a book that no memory has read."""
     ids = bench.document(UNREAD_BOOK, bench.scale.unread_tokens)
-    return partial(measure_drift, pieces=cut_text(ids, **bench.common))
+    return partial(measure_drift, pieces=cut_pieces(ids, **bench.common))
 
 
 def compare_answers(bench: Bench) -> Measure:

@@ -84,7 +84,7 @@ def staged(directory: str | Path) -> Iterator[Path]:
     new = home / f"{prefix}{os.getpid()}.partial"
     try:
         finish_replacement(directory)
-        _sweep(home, prefix)
+        _sweep(home, re.escape(prefix))
         new.mkdir()
         yield new
         if directory.exists():
@@ -139,14 +139,7 @@ def finish_replacement(directory: str | Path) -> None:
 
 def remove_unfinished(directory: str | Path) -> None:
     """Remove what `staged` and `staged_file` left inside a folder in processes that have ended."""
-    for path in Path(directory).iterdir():
-        match = re.fullmatch(r"\.(?:.+\.)?(\d{1,9})\.partial", path.name)
-        if match is None or not _has_ended(int(match[1])):
-            continue
-        if _is_own_folder(path):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    _sweep(Path(directory), r"\.(?:.+\.)?")
 
 
 @contextmanager
@@ -373,16 +366,21 @@ def _list_new(folder: Path) -> list[str]:
 
 
 def _sweep(home: Path, prefix: str) -> None:
-    """Remove the unfinished folders in `home` whose processes have ended.
+    """Remove the unfinished entries of `home` whose processes have ended.
 
     Those of a process that had this one's number are removed too.
+
+    Args:
+        prefix: how their names begin, before the number of the process; a regular expression.
     """
-    for folder in home.iterdir():
-        match = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
-        if match is None or not _is_own_folder(folder):
+    for path in home.iterdir():
+        match = re.fullmatch(rf"{prefix}(\d{{1,9}})\.partial", path.name)
+        if match is None or not _has_ended(int(match[1])):
             continue
-        if _has_ended(int(match[1])):
-            shutil.rmtree(folder, ignore_errors=True)
+        if _is_own_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _has_ended(process: int) -> bool:

@@ -22,7 +22,7 @@ from ..model import CausalLM, divergences, token_losses
 from ..text import encode_text
 from ..ttt.chunks import cut, perplexity
 
-__all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
+__all__ = ["OWN_ANSWERS", "Piece", "cut_pieces", "measure_drift", "write_own_answers"]
 
 # Their name beside those of the unread texts in the figures of the forgetting protocol.
 OWN_ANSWERS = "own answers"
@@ -32,7 +32,7 @@ Piece = tuple[Tensor, int]
 """Token ids, LongTensor [T], and how many of the last ones are scored."""
 
 
-def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
+def cut_pieces(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
     """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores."""
     pieces = []
     for span in cut(len(input_ids), window, stride):
@@ -65,7 +65,7 @@ def measure_drift(
 
     Args:
         model: in evaluation mode; not changed. The reference of a PEFT model is its base.
-        pieces: of `cut_text` or `write_own_answers`.
+        pieces: of `cut_pieces` or `write_own_answers`.
         on_chunk: called with the number of tokens of each piece that were scored.
 
     Returns:

@@ -17,7 +17,7 @@ from ..memories.loading import memory_attached
 from ..stages import ReadSettings, for_base
 from ..stages.complete import training_settings
 from ..tables import Sheet, format_figure, format_mean, to_number
-from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
+from .drift import OWN_ANSWERS, Piece, cut_pieces, measure_drift, write_own_answers
 from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, summarize_stage
 from .units import Unit
@@ -133,7 +133,7 @@ def _find_window(methods: dict[str, ReadSettings]) -> tuple[int, int]:
 
 def _load_texts(run: Run, plan: ForgettingPlan, window: int, stride: int) -> dict[str, list[Piece]]:
     """Return the pieces of the unread texts; the base, without a memory, writes its own answers."""
-    texts = {name: cut_text(ids, window, stride) for name, ids in plan.unread.items()}
+    texts = {name: cut_pieces(ids, window, stride) for name, ids in plan.unread.items()}
     if plan.own_answers:
         texts[OWN_ANSWERS] = write_own_answers(run.base.eval(), run.tokenizer)
     return texts
