@@ -81,6 +81,8 @@ class Init:
                     perplexities.append(result["figures"]["perplexity"])
             if perplexities:
                 lines.append([label, f"{row.given['learning_rate']:g}", *_spread(perplexities)])
+        if len(lines) == 1:
+            return ""
         head = ["", "rate", "perplexity", "standard deviation", "seeds"]
         note = f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}."
         return f"{note}\n\n{make_table(head, lines)}\n\n{self.PAPER}"
