@@ -148,6 +148,19 @@ def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
         assert seconds == f"{float(cells[7]):.0f} a passage"
 
 
+def test_the_choice_of_a_method_rests_on_the_table_of_studies():
+    choice = README.split("## When a memory is the right choice", 1)[1].split("\n## ")[0]
+
+    def find_right(name: str) -> str:
+        return list_cells(name, README, "| | right | KL on own answers")[0].split()[0]
+
+    assert f"{find_right('passage in context')}% of 40 questions right" in choice
+    retrieval = find_right("BM25's sentences in context")
+    assert f"BM25 and the base: {retrieval}% of 35" in choice
+    studied = find_right("Locas r=64, studied")
+    assert f"{studied}% of 35; without a memory {find_right('no memory')}%" in choice
+
+
 def list_baselines() -> list[list[str]]:
     """The rows of the table of other methods."""
     table = RESULTS.split("| | rate | parameters | perplexity | gain", 1)[1].split("\n\n")[0]
