@@ -163,10 +163,10 @@ class Distillation:
         return loss
 
     def _place_discriminants(self) -> None:
-        """Give the memory rows that tell the lessons' answers apart, at ends and inside answers.
+        """Give the memory rows that tell the lessons' answers apart.
 
-        They are at the ends of prompts, and inside the answers. The base's answers to other
-        questions, and its own text, are of no passage.
+        Half of them act at the ends of prompts, half inside the answers. The base's answers to
+        other questions, and its own text, are of no passage.
         """
         examples, passages = self._draw_examples()
         prompts = [example.prompt for example in examples]
@@ -208,7 +208,7 @@ class Distillation:
         return spans
 
     def _learn(self, done: float) -> float:
-        """Take the next step; return its KL, in nats a token of the lessons.
+        """Learn the next lessons; return the KL of their answers, in nats a token.
 
         The weight of the pull grows with the share of the lessons that is done: first the memory
         learns its own answers, then their effect on others is undone.

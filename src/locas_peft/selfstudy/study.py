@@ -79,9 +79,9 @@ class SelfStudy:
         input_ids: LongTensor [N], the text.
         settings: those of the study itself are used, and not those of the adapter:
             exchanges: questions wanted about each passage; None for `PER_PASSAGE`.
-            passes: the most times that each exchange is learned. None stands for `PASSES`, and
-                `LEAST_STEPS` steps of few exchanges. For n times as many the learning rate is
-                divided by the square root of n.
+            passes: the most times that each exchange is learned. None stands for
+                `distillation.PASSES`, and `distillation.LEAST_STEPS` steps of few exchanges. For n
+                times as many the learning rate is divided by the square root of n.
             learning_rate: of AdamW. It falls linearly to 0 with the share of the lessons of all
                 passes that are left.
             window: in tokens; None for `WINDOW`.
