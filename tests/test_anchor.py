@@ -51,6 +51,39 @@ def test_own_text_is_the_bases_and_leaves_no_trace(family):
     assert torch.equal(texts, write_own_text(model, texts=3, tokens=10, seed=4))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_own_text_goes_on_from_the_beginnings_that_are_given(family):
+    base = make_host(family)
+    beginnings = [[5], [6, 7, 8]]
+    texts = write_own_text(base, texts=3, tokens=6, beginnings=beginnings)
+    assert texts.shape == (3, 6)
+    assert texts[:, 0].tolist() == [5, 6, 5] and texts[1, :3].tolist() == [6, 7, 8]
+    pairs = OwnText(base, texts=3, tokens=6, batch_size=2, beginnings=beginnings)
+    assert pairs[2][0] == 5 and pairs[1][:3].tolist() == [6, 7, 8]
+    assert torch.equal(pairs.written[:2], write_own_text(base, 2, 6, 0, beginnings))
+    whole = write_own_text(base, texts=1, tokens=3, beginnings=beginnings[1:])
+    assert whole.tolist() == [[6, 7, 8]]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(base.config, name, None)
+        setattr(base.generation_config, name, None)
+    assert write_own_text(base, texts=2, tokens=4, beginnings=[[5]]).shape == (2, 4)
+
+
+@pytest.mark.parametrize("beginnings", [[], [[]], [[1], [1, 2, 3, 4]]])
+def test_beginnings_of_another_length_are_named(beginnings):
+    with pytest.raises(ValueError, match="beginnings must have 1 to 3 tokens each, got [01] to"):
+        OwnText(make_host("llama"), tokens=3, beginnings=beginnings)
+
+
+def test_a_text_after_a_beginning_follows_the_bases_distribution():
+    base = make_host("llama")
+    texts = write_own_text(base, texts=4000, tokens=3, beginnings=[[5, 6]])
+    expected = base(input_ids=texts[:1, :2]).logits[0, 1].softmax(-1)
+    found = torch.bincount(texts[:, 2], minlength=VOCABULARY) / len(texts)
+    deviation = (found - expected) / (expected * (1 - expected) / len(texts)).sqrt()
+    assert deviation.abs().max() < 5  # standard errors
+
+
 def test_own_text_does_not_depend_on_the_models_generation_config():
     model = make_model()
     expected = write_own_text(model, texts=4, tokens=24)

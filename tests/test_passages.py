@@ -263,6 +263,73 @@ def test_a_dialogue_has_speakers_in_turns(name, tokenizer):
     assert texts_of(split_passages(tokenizer, text, 300)) == passages
 
 
+TITLED = {
+    "a title": (
+        "Martin Luther\n\nHe was born in the town of Eisleben. He died there in 1546.",
+        ["He was born in the town of Eisleben.", "He died there in 1546."],
+        "Martin Luther",
+    ),
+    "a title on the line above": (
+        "Martin Luther\nHe was born in the town of Eisleben. He died there in 1546.\n\n"
+        "The Diet of Worms\nIt met in the spring of 1521. It lasted for four months.",
+        [
+            "He was born in the town of Eisleben.",
+            "He died there in 1546.",
+            "The Diet of Worms It met in the spring of 1521.",
+            "It lasted for four months.",
+        ],
+        "Martin Luther",
+    ),
+    "headings of Markdown": (
+        "# The ferry\n\n## History\n\nIn 1868 the mason built a pier. It had three lamps on it.\n\n"
+        "## Boats and crews\nThe first boat was called Gull.",
+        [
+            "History In 1868 the mason built a pier.",
+            "It had three lamps on it.",
+            "Boats and crews The first boat was called Gull.",
+        ],
+        "The ferry",
+    ),
+    "a heading below a title": (
+        "**The harbour of Harmath**\n\nOpening hours\n\nThe gates open at six each morning.",
+        ["Opening hours The gates open at six each morning."],
+        "The harbour of Harmath",
+    ),
+    "a title above a list": (
+        "# The crew\n\nIt had four men and a dog.\n\n- The cook came from the north.\n"
+        "- The mate came from the south.",
+        [
+            "It had four men and a dog.",
+            "- The cook came from the north.",
+            "- The mate came from the south.",
+        ],
+        "The crew",
+    ),
+    "Chinese": ("# 渡船\n\n渡船每天早上六点从码头出发。", ["渡船每天早上六点从码头出发。"], "渡船"),
+    "no title: names": (
+        "Anna Berg\n\nJohn Smith\n\nCara Holm and Peter Paul Grey",
+        ["Anna Berg John Smith", "Cara Holm and Peter Paul Grey"],
+        "Anna Berg",
+    ),
+    "no title: a heading alone": ("# The ferry of the old town", ["The ferry of the old town"], ""),
+    "no title: verse": (
+        "The sun went down on Harmath\nand all the birds sang in the trees.",
+        ["The sun went down on Harmath", "and all the birds sang in the trees."],
+        "The sun went down on Harmath",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TITLED)
+def test_a_title_is_the_subject_and_a_heading_begins_a_passage(name, tokenizer):
+    text, expected, subject = TITLED[name]
+    passages = split_passages(tokenizer, text, 300)
+    assert texts_of(passages) == expected
+    assert {passage.subject for passage in passages} == {subject}
+    # A question about the subject alone has its passage.
+    assert any(passage.introduces for passage in passages) == bool(subject)
+
+
 def test_a_dialogue_within_prose_is_one(tokenizer):
     talk = DIALOGUES["two speakers"]
     prose = "The club met in the hut at the old mill.\nIt was a very cold day.\nNobody had brought a coat."

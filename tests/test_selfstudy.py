@@ -709,6 +709,24 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
+def test_the_anchors_texts_begin_with_words_of_the_answers(loaded, input_ids):
+    base, tokenizer = loaded
+    settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0, seed=3)
+    begins = []
+    for _ in range(2):
+        with attached(base, settings_of("lora")) as model:
+            learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
+            texts = learned._anchor.texts
+            written = [texts[number] for number in range(len(texts))]
+        begins.append([ids[: distillation.BEGINNING].tolist() for ids in written])
+        answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
+        for begin in begins[-1]:
+            assert any(begin == ids[at : at + 2] for ids in answers for at in range(len(ids) - 1))
+        places = sum(len(ids) - 1 for ids in answers)
+        assert len({tuple(begin) for begin in begins[-1]}) == places
+    assert begins[0] == begins[1]
+
+
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing

@@ -18,6 +18,7 @@ from locas_settings import StudySettings
 from ..asking import begin_rows, current_day, encode_question, pad_left
 from ..model import CausalLM, candidate_divergences, compute_once
 from ..slots.discriminants import place_discriminants, upper_layers_trained
+from ..text import encode_text, find_start_token
 from ..ttt import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..tuner import evaluating, trained_parameters
@@ -39,8 +40,11 @@ PULL_EVERY = 4
 PROMPTS = 2048
 # The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-# The texts of the base that discriminants are computed from.
-OWN_TEXTS = 4
+# The texts of the base that pulls use in turns, and those that discriminants are computed from.
+OWN_TEXTS = 16
+OWN_TEXTS_APART = 4
+# The tokens of an answer that a text of the base begins with.
+BEGINNING = 2
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -119,7 +123,13 @@ class Distillation:
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
         if self._anchor_weight:
-            own_text = OwnText(model, texts=16, seed=settings.seed, batch_size=16)
+            own_text = OwnText(
+                model,
+                texts=OWN_TEXTS,
+                seed=settings.seed,
+                batch_size=OWN_TEXTS,
+                beginnings=self._draw_beginnings(),
+            )
             self._anchor = Anchor(own_text, every=1)
         # The base's answers to other questions, written at their first use.
         self._others: list[Example] = []
@@ -146,6 +156,22 @@ class Distillation:
         batches = max(1, math.ceil(len(self._lessons) / BATCH))
         passes = (self._losses[:batches], self._losses[-batches:])
         return [sum(losses) / len(losses) for losses in passes]
+
+    def _draw_beginnings(self) -> list[list[int]]:
+        """Return the first token ids of the base's own texts: those of a place in an answer.
+
+        The texts are then of the answers' language, kind and subject, where the memory would change
+        the base's output most.
+        """
+        generator = random.Random(self._seed)
+        start = find_start_token(self._tokenizer)
+        beginnings = []
+        for _ in range(OWN_TEXTS):
+            ids = encode_text(self._tokenizer, generator.choice(self._answers))
+            place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
+            beginning = ids[place : place + BEGINNING]
+            beginnings.append(beginning if start is None else [start, *beginning])
+        return beginnings
 
     def begin(self) -> None:
         """Prepare for the steps that are left."""
@@ -202,7 +228,7 @@ class Distillation:
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
         if self._anchor is not None:
-            for number in range(OWN_TEXTS):
+            for number in range(OWN_TEXTS_APART):
                 text = self._anchor.texts[number].tolist()
                 spans.append((text, len(text) - 1, -1))
         return spans

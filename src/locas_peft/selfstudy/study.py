@@ -87,7 +87,8 @@ class SelfStudy:
             window: in tokens; None for `WINDOW`.
             seed: of the questions and of the order of learning.
             anchor: weight at the end of the KL from the base, on its answers to other questions and
-                on its own text. It grows from 0 as the rate falls. 0 or None for none.
+                on text that it writes after words of the passages. It grows from 0 as the rate
+                falls. 0 or None for none.
         given: the exchanges that are learned, in place of written ones.
         earlier: those that the memory has learned before. They are learned again as far as they are
             lost. One whose question a new exchange asks in the same words leaves: the new answer

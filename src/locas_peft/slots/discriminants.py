@@ -35,7 +35,7 @@ UP = 2.0
 SLOTS_EACH = 3
 # The fewest passages. Of fewer, some were recited with a word changed, and too many slots of a
 # layer would be one passage's.
-FEWEST = 4
+FEWEST = 3
 # The share of the layers that do not take part: the lowest, where the passages are hardest to tell
 # apart.
 FIRST_LAYER = 1 / 3

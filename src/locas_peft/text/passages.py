@@ -1,5 +1,6 @@
 """Passages of a text: the pieces that a study teaches as answers."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -19,6 +20,10 @@ LONGEST_PASSAGE = 64
 REPORTED = "said"
 """The word after the speaker in a turn that is put as reported speech."""
 
+# The mark of a heading in Markdown.
+_MARK = re.compile(r"#{1,6}\s")
+# A blank line, or the line break before such a mark.
+_PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?=#{1,6}\s)")
 _FEWEST_WORDS = 5
 _MOST_SUBJECT_WORDS = 8
 
@@ -30,9 +35,9 @@ class Passage:
     Attributes:
         text: the passage.
         subject: what it is about, where it does not say so itself. For a turn of a dialogue this is
-            the speaker. Else it is the beginning of the text up to the end of its first name, such
-            as "The tower of Skarn Point". It is empty where the first sentence has no name, or has
-            it late.
+            the speaker. Else it is the title of the text or, without one, its beginning up to the
+            end of its first name, such as "The tower of Skarn Point". It is empty where the first
+            sentence has no name, or has it late.
         introduces: whether the passage is the one to ask about the subject alone.
     """
 
@@ -47,7 +52,8 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     A small model writes far better questions about a short passage than about a page. What a
     passage is depends on the kind of the text's blocks (see `list_blocks`):
 
-    - Prose: a sentence. Its line breaks become spaces.
+    - Prose: a sentence. Its line breaks become spaces. The first one below a heading begins with
+      the heading. The title of the text is the passages' subject, and no passage.
     - A dialogue: a turn, put as reported speech, with the date where a line above has one: Ann
       said: "I moved to Bergen." on 8 May, 2023. A small model then asks about facts, and not as one
       of the speakers. The date comes last, because a question seldom names it. A long turn is split
@@ -67,26 +73,46 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
         ValueError: for a text of fewer than five words.
     """
     blocks = list_blocks(text)
-    subject = ""
-    if blocks and blocks[0].kind == "text":
+    title = _find_title(blocks)
+    subject = _strip_marks(title)
+    if title:
+        rest = blocks[0].text[len(title) :].strip()
+        blocks[:1] = [Block("text", tuple(rest.split("\n")))] if rest else []
+    elif blocks and blocks[0].kind == "text":
         subject = _find_subject(text)
     splitter = _Splitter(tokenizer, text, subject, most_tokens)
     passages: list[Passage] = []
     for block in blocks:
         passages += splitter.split(block)
+    if title and passages and not any(passage.introduces for passage in passages):
+        passages[0] = replace(passages[0], introduces=True)
     if sum(_count_words(passage.text) for passage in passages) < _FEWEST_WORDS:
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
         raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or read it instead")
     return passages
 
 
+def _find_title(blocks: Sequence[Block]) -> str:
+    """Return the heading that a text begins with, as it stands there; "" for none, or a long one.
+
+    Something follows it; one more heading may stand between it and the first sentence.
+    """
+    if not blocks or blocks[0].kind != "text":
+        return ""
+    first, *others = _list_paragraphs(blocks[0].text)
+    heading, rest = _split_heading(first, others[:2])
+    is_followed = bool(rest or others or len(blocks) > 1)
+    return heading if is_followed and _count_words(heading) <= _MOST_SUBJECT_WORDS else ""
+
+
 def _find_subject(text: str) -> str:
     """Return the beginning of a text up to its first name; "" for no name, or a late one."""
     sentences = _list_sentences(text)
-    name = NAME.search(sentences[0]) if sentences else None
+    first = _strip_marks(sentences[0]) if sentences else ""
+    name = NAME.search(first)
     if name is None:
         return ""
-    subject = sentences[0][: name.end()]
+    subject = first[: name.end()]
     return subject if len(subject.split()) <= _MOST_SUBJECT_WORDS else ""
 
 
@@ -136,7 +162,19 @@ class _Splitter:
         return _list_sentences(said)
 
     def _split_text(self, block: Block) -> list[Passage]:
-        return self._join_short("", self._list_sentences(block.text))
+        pieces: list[str] = []
+        headings: list[str] = []
+        paragraphs = _list_paragraphs(block.text)
+        for number, paragraph in enumerate(paragraphs, 1):
+            heading, rest = _split_heading(paragraph, paragraphs[number : number + 1])
+            if heading:
+                headings.append(_strip_marks(heading))
+            for sentence in self._list_sentences(rest):
+                pieces.append(" ".join([*headings, sentence]))
+                headings = []
+        if headings:
+            pieces.append(" ".join(headings))
+        return self._join_short("", pieces)
 
     def _split_questions(self, block: Block) -> list[Passage]:
         pieces = []
@@ -276,6 +314,42 @@ class _Splitter:
 
 def _list_sentences(text: str) -> list[str]:
     return [_on_one_line(sentence) for sentence in split_sentences(text)]
+
+
+def _list_paragraphs(text: str) -> list[str]:
+    return [part for part in _PARAGRAPH_END.split(text) if part.strip()]
+
+
+def _split_heading(paragraph: str, following: Sequence[str]) -> tuple[str, str]:
+    """Return the first line of a paragraph where it is a heading, else "", and what is left.
+
+    A heading has the mark "#", or it is short, does not end as a sentence does, and stands above a
+    line of two sentences or more, or alone above a paragraph that ends as a sentence does. So a
+    line of a poem or of a list of names is none.
+
+    Args:
+        following: paragraphs, of which the first or, for a title, the second is no heading.
+    """
+    first, _, rest = paragraph.partition("\n")
+    if _is_marked(first):
+        return first, rest
+    is_short = 0 < _count_words(first) <= _MOST_SUBJECT_WORDS
+    if not is_short or ends_sentence(first.strip()):
+        return "", paragraph
+    if rest:
+        below = rest.split("\n")[0]
+        is_heading = len(split_sentences(below)) > 1
+    else:
+        is_heading = any(ends_sentence(other.strip()) for other in following)
+    return (first, rest) if is_heading else ("", paragraph)
+
+
+def _is_marked(line: str) -> bool:
+    return _MARK.match(line) is not None
+
+
+def _strip_marks(heading: str) -> str:
+    return _on_one_line(heading.lstrip("#*_ ").rstrip("*_:, "))
 
 
 def _list_code(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,6 +183,7 @@ class OwnText:
         texts, tokens: n and L.
         seed: of the first batch; each batch has the next one.
         batch_size: texts that are written at once.
+        beginnings: see `write_own_text`.
 
     `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
     """
@@ -193,12 +195,13 @@ class OwnText:
         tokens: int = 128,
         seed: int = 0,
         batch_size: int = 4,
+        beginnings: Sequence[Sequence[int]] | None = None,
     ):
         check_whole("texts", texts, 1)
         check_whole("tokens", tokens, 2)
         check_whole("batch_size", batch_size, 1)
         host = CausalLM(model)
-        _find_first_token(host)
+        self._beginnings = _complete_beginnings(host, beginnings, tokens)
         self.shape = torch.Size((texts, tokens))
         self.written = torch.empty(0, tokens, dtype=torch.long, device=host.device)
         self._model = model
@@ -207,7 +210,7 @@ class OwnText:
 
     @property
     def settings(self) -> dict[str, int]:
-        """The arguments but the model."""
+        """The arguments that the texts depend on, but the model and the beginnings."""
         texts, tokens = self.shape
         return {
             "texts": texts,
@@ -232,42 +235,72 @@ class OwnText:
         seed = self._seed + begun // self._batch_size
         # The first batch tells the user why nothing else happens for a while.
         level = logging.DEBUG if begun else logging.INFO
-        batch = compute_once(self._model, _write_batch, count, tokens, seed, level)
+        # Text number i has the beginning number i, in turns.
+        turns = range(begun, begun + count)
+        beginnings = tuple(self._beginnings[turn % len(self._beginnings)] for turn in turns)
+        batch = compute_once(self._model, _write_batch, tokens, seed, beginnings, level)
         self.written = torch.cat([self.written, batch.to(self.written.device)])
 
 
 @torch.no_grad()
-def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: int = 0) -> Tensor:
+def write_own_text(
+    model: nn.Module,
+    texts: int = 32,
+    tokens: int = 256,
+    seed: int = 0,
+    beginnings: Sequence[Sequence[int]] | None = None,
+) -> Tensor:
     """Sample texts, LongTensor [n, L], from the base's own distribution.
 
-    They begin with its start-of-text token. The temperature is 1. Adapters are disabled during the
-    call; torch's random state is not used.
+    The temperature is 1. Adapters are disabled during the call; torch's random state is not used.
 
     Args:
         model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
-        tokens: L, the first token included; within the model's positions.
+        tokens: L, those of the beginning included; within the model's positions.
+        beginnings: token ids, 1 to L of each, that the texts begin with, in turns. None for the
+            model's start-of-text token. With the first words of some text, the samples are of its
+            language and kind.
 
     Raises:
-        ValueError: for a model whose config names no token that a text could start with.
+        ValueError: for a model whose config names no token that a text could start with, and
+            beginnings of another length.
     """
     check_whole("texts", texts, 1)
     check_whole("tokens", tokens, 2)
     base = CausalLM(model).base
     host = CausalLM(base, cpu_attention=False)
-    first = _find_first_token(host)
+    complete = _complete_beginnings(host, beginnings, tokens)
+    prompts = [complete[number % len(complete)] for number in range(texts)]
     choose = draw(1.0, torch.Generator(host.device).manual_seed(seed))
-    prompts = [[first]] * texts
+    most_new = tokens - min(map(len, prompts))
     with evaluating(base), adapters_disabled(model):
         # No stop token: after the end of one sample, another one follows, as in training text.
-        written = continue_rows(host, prompts, tokens - 1, choose=choose)
-    return torch.tensor([[first, *ids] for ids in written], device=host.device)
+        written = continue_rows(host, prompts, most_new, choose=choose)
+    rows = [[*prompt, *ids][:tokens] for prompt, ids in zip(prompts, written, strict=True)]
+    return torch.tensor(rows, device=host.device)
 
 
-def _write_batch(model: nn.Module, texts: int, tokens: int, seed: int, level: int) -> Tensor:
+def _write_batch(
+    model: nn.Module, tokens: int, seed: int, beginnings: tuple[tuple[int, ...], ...], level: int
+) -> Tensor:
     message = "the base writes texts for the anchor, %d of %d tokens at a time"
-    _logger.log(level, message, texts, tokens)
-    return write_own_text(model, texts, tokens, seed)
+    _logger.log(level, message, len(beginnings), tokens)
+    return write_own_text(model, len(beginnings), tokens, seed, beginnings)
+
+
+def _complete_beginnings(
+    host: CausalLM, beginnings: Sequence[Sequence[int]] | None, tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the beginnings of texts of so many tokens, after checks; the start token for None."""
+    if beginnings is None:
+        return ((_find_first_token(host),),)
+    complete = tuple(map(tuple, beginnings))
+    lengths = [len(beginning) for beginning in complete] or [0]
+    if not 1 <= min(lengths) <= max(lengths) <= tokens:
+        rule = f"beginnings must have 1 to {tokens} tokens each"
+        raise ValueError(f"{rule}, got {min(lengths)} to {max(lengths)}: give others, or none")
+    return complete
 
 
 def _find_first_token(host: CausalLM) -> int:
