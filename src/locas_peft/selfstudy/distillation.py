@@ -40,9 +40,8 @@ PULL_EVERY = 4
 PROMPTS = 2048
 # The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-# The texts of the base that pulls use in turns, and those that discriminants are computed from.
+# The texts of the base that pulls use in turns, and that discriminants are computed from.
 OWN_TEXTS = 16
-OWN_TEXTS_APART = 4
 # The tokens of an answer that a text of the base begins with.
 BEGINNING = 2
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
@@ -228,7 +227,7 @@ class Distillation:
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
         if self._anchor is not None:
-            for number in range(OWN_TEXTS_APART):
+            for number in range(OWN_TEXTS):
                 text = self._anchor.texts[number].tolist()
                 spans.append((text, len(text) - 1, -1))
         return spans
