@@ -306,6 +306,16 @@ TITLED = {
         "The crew",
     ),
     "Chinese": ("# 渡船\n\n渡船每天早上六点从码头出发。", ["渡船每天早上六点从码头出发。"], "渡船"),
+    "an empty title": (
+        "# \n\nIt leaves at seven in the morning.",
+        ["It leaves at seven in the morning."],
+        "",
+    ),
+    "a title after blank lines, with the line ends of Windows": (
+        " \r\n\r\n  The Ferry\r\n\r\nIt leaves at seven in the morning.\r\n",
+        ["It leaves at seven in the morning."],
+        "The Ferry",
+    ),
     "no title: names": (
         "Anna Berg\n\nJohn Smith\n\nCara Holm and Peter Paul Grey",
         ["Anna Berg John Smith", "Cara Holm and Peter Paul Grey"],

@@ -76,7 +76,7 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     title = _find_title(blocks)
     subject = _strip_marks(title)
     if title:
-        rest = blocks[0].text[len(title) :].strip()
+        rest = blocks[0].text.partition(title)[2].strip()
         blocks[:1] = [Block("text", tuple(rest.split("\n")))] if rest else []
     elif blocks and blocks[0].kind == "text":
         subject = _find_subject(text)
@@ -84,7 +84,7 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     passages: list[Passage] = []
     for block in blocks:
         passages += splitter.split(block)
-    if title and passages and not any(passage.introduces for passage in passages):
+    if subject and passages and not any(passage.introduces for passage in passages):
         passages[0] = replace(passages[0], introduces=True)
     if sum(_count_words(passage.text) for passage in passages) < _FEWEST_WORDS:
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
@@ -97,9 +97,10 @@ def _find_title(blocks: Sequence[Block]) -> str:
 
     Something follows it; one more heading may stand between it and the first sentence.
     """
-    if not blocks or blocks[0].kind != "text":
+    paragraphs = _list_paragraphs(blocks[0].text) if blocks and blocks[0].kind == "text" else []
+    if not paragraphs:
         return ""
-    first, *others = _list_paragraphs(blocks[0].text)
+    first, *others = paragraphs
     heading, rest = _split_heading(first, others[:2])
     is_followed = bool(rest or others or len(blocks) > 1)
     return heading if is_followed and _count_words(heading) <= _MOST_SUBJECT_WORDS else ""
