@@ -287,7 +287,7 @@ def study(
         base, input_ids, place, compiled, on_step: as for `read`.
         tokenizer: of the base.
         settings: completed here, where they are not.
-        start: a saved memory to go on with: a study that follows a reading keeps what was read.
+        start: a saved memory to go on with. A study keeps only a part of what was read.
             The exchanges that it has learned before are learned again as far as they are lost.
         exchanges: studied in place of those that the model would write.
 
