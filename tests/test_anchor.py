@@ -61,6 +61,8 @@ def test_own_text_goes_on_from_the_beginnings_that_are_given(family):
     pairs = OwnText(base, texts=3, tokens=6, batch_size=2, beginnings=beginnings)
     assert pairs[2][0] == 5 and pairs[1][:3].tolist() == [6, 7, 8]
     assert torch.equal(pairs.written[:2], write_own_text(base, 2, 6, 0, beginnings))
+    others = OwnText(base, texts=3, tokens=6, batch_size=2, beginnings=[[5]])
+    assert pairs.settings["beginnings"] == beginnings and others.settings != pairs.settings
     whole = write_own_text(base, texts=1, tokens=3, beginnings=beginnings[1:])
     assert whole.tolist() == [[6, 7, 8]]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -73,13 +73,10 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
         ValueError: for a text of fewer than five words.
     """
     blocks = list_blocks(text)
-    title = _find_title(blocks)
-    subject = _strip_marks(title)
-    if title:
-        rest = blocks[0].text.partition(title)[2].strip()
-        blocks[:1] = [Block("text", tuple(rest.split("\n")))] if rest else []
-    elif blocks and blocks[0].kind == "text":
-        subject = _find_subject(text)
+    subject = ""
+    if blocks and blocks[0].kind == "text":
+        title, blocks = _split_title(blocks)
+        subject = _strip_marks(title) if title else _find_subject(text)
     splitter = _Splitter(tokenizer, text, subject, most_tokens)
     passages: list[Passage] = []
     for block in blocks:
@@ -92,18 +89,23 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     return passages
 
 
-def _find_title(blocks: Sequence[Block]) -> str:
-    """Return the heading that a text begins with, as it stands there; "" for none, or a long one.
+def _split_title(blocks: list[Block]) -> tuple[str, list[Block]]:
+    """Return the heading that a text begins with, and the blocks without it.
 
-    Something follows it; one more heading may stand between it and the first sentence.
+    The heading is "", and the blocks are all, where there is none, it is long, or nothing follows
+    it. One more heading may stand between it and the first sentence.
+
+    Args:
+        blocks: those of the text; the first one is of the kind "text".
     """
-    paragraphs = _list_paragraphs(blocks[0].text) if blocks and blocks[0].kind == "text" else []
-    if not paragraphs:
-        return ""
-    first, *others = paragraphs
-    heading, rest = _split_heading(first, others[:2])
-    is_followed = bool(rest or others or len(blocks) > 1)
-    return heading if is_followed and _count_words(heading) <= _MOST_SUBJECT_WORDS else ""
+    paragraphs = _list_paragraphs(blocks[0].text)
+    heading, rest = _split_heading(paragraphs[0], paragraphs[1:3]) if paragraphs else ("", "")
+    left = [part for part in (rest, *paragraphs[1:]) if part]
+    is_followed = bool(left) or len(blocks) > 1
+    if not heading or not is_followed or _count_words(heading) > _MOST_SUBJECT_WORDS:
+        return "", blocks
+    first = [Block("text", tuple("\n\n".join(left).split("\n")))] if left else []
+    return heading, first + blocks[1:]
 
 
 def _find_subject(text: str) -> str:
@@ -329,7 +331,8 @@ def _split_heading(paragraph: str, following: Sequence[str]) -> tuple[str, str]:
     line of a poem or of a list of names is none.
 
     Args:
-        following: paragraphs, of which the first or, for a title, the second is no heading.
+        following: the paragraphs below that count: one; for a title two, since one more heading may
+            stand between.
     """
     first, _, rest = paragraph.partition("\n")
     if _is_marked(first):

@@ -209,14 +209,15 @@ class OwnText:
         self._batch_size = batch_size
 
     @property
-    def settings(self) -> dict[str, int]:
-        """The arguments that the texts depend on, but the model and the beginnings."""
+    def settings(self) -> dict[str, Any]:
+        """The arguments that the texts depend on, but the model."""
         texts, tokens = self.shape
         return {
             "texts": texts,
             "tokens": tokens,
             "seed": self._seed,
             "batch_size": self._batch_size,
+            "beginnings": [list(beginning) for beginning in self._beginnings],
         }
 
     def __len__(self) -> int:
