@@ -90,7 +90,9 @@ def ask_facts():
 
 def make_passage(number):
     questions = [*ask_facts(), *ask_facts()]
-    return {"title": f"Town {number}", "context": " ".join(sentences()), "questions": questions}
+    # Two passages of each article.
+    context = " ".join([f"There are {number} streets.", *sentences()])
+    return {"title": f"Town {number // 2}", "context": context, "questions": questions}
 
 
 def make_fiction():
@@ -214,8 +216,9 @@ def test_settings_are_chosen_on_other_passages_than_are_reported(tables, make_be
     assert make_bench(choose=True).folder != make_bench().folder
     assert len({asked.question for asked in reported[0].questions}) == 3
     joined = tables.documents.join_documents(reported[:2], "two")
-    assert joined.text.startswith("Town 2\nThe old") and "\n\nTown 3\nThe old" in joined.text
-    assert joined.questions[3].title == "Town 3"
+    assert joined.text.startswith("Town 1\nThere are 2 streets")
+    assert joined.text == f"{reported[0].text}\n\n{reported[1].text}"
+    assert joined.questions[3].title == reported[1].title
 
 
 def test_choices_are_split_by_their_letters(tables):
@@ -278,6 +281,8 @@ def test_squad_is_made_once_and_tabulated(tables, make_bench):
             assert cells["n"] == "3", row.name
             has_cost = cells["processor time, s"] != "-"
             assert has_cost == (row.recipe is not None), row.name
+            has_article = row.recipe is not None and row.prefix is None
+            assert (cells["article's perplexity, change"] != "-") == has_article, row.name
     (file,) = (bench.folder / "squad").glob("squad-0*/study_*-seed0.json")
     result = json.loads(file.read_text())
     assert {"commit", "hardware"} <= result["machine"].keys() and result["date"]
@@ -288,6 +293,20 @@ def test_squad_is_made_once_and_tabulated(tables, make_bench):
     )
     assert result["figures"]["cost"] == memory["figures"]
     assert memory["settings"]["passes"] == 1 and memory["figures"]["own_answers_kl"][0] > 0
+
+
+def test_the_article_is_the_other_passages_below_the_title(tables, make_bench):
+    bench = make_bench(choose=True)
+    first, second = tables.documents.load_squad(bench, 2, 3)
+    for document, other in ((first, second), (second, first)):
+        assert document.article == other.text.replace("\n", "\n\n", 1)
+        assert document.text.split("\n")[1] not in document.article
+    unit = tables.memories.article_unit(bench, first, tables.memories.ARTICLE, 0)
+    bench.run([unit])
+    figures = unit.load()["figures"]
+    ids = text.tokenize(bench.tokenizer, first.article)[: bench.scale.article_tokens]
+    assert figures["base_perplexity"] == bench.score(bench.base, ids)
+    assert figures["perplexity"] < figures["base_perplexity"], "the article was read"
 
 
 def test_lora_has_the_lessons_of_the_study(tables, make_bench, monkeypatch):

@@ -12,18 +12,27 @@ from torch import nn
 from locas_peft.asking import SHORT_PROMPT, encode_question
 from locas_peft.asking.prompts import SENTENCE_PROMPT
 from locas_peft.evaluation import Unit
-from locas_peft.evaluation.intervals import Interval
+from locas_peft.evaluation.intervals import Interval, mean_interval
 from locas_peft.tables import format_mean, format_percent
 from locas_peft.text import digest_json
 
 from .bench import KnowledgeBench
 from .documents import Document
 from .grading import METRICS, grade, ratio_interval, sum_groups
+from .memories import article_unit
 from .prefixes import answer_after_prefix
 from .retrieval import FINDERS
 from .rows import COST_HEAD, IN_CONTEXT, NONE, Row, choose_rows, list_costs, row_unit
 
-__all__ = ["answer_prompts", "ask", "asked_units", "collect", "load_results", "tabulate_rows"]
+__all__ = [
+    "answer_prompts",
+    "article_units",
+    "ask",
+    "asked_units",
+    "collect",
+    "load_results",
+    "tabulate_rows",
+]
 
 FORMS = {"sentence": (SENTENCE_PROMPT, 64), "short": (SHORT_PROMPT, 32)}
 """How a question is put, and the most tokens of its answer."""
@@ -98,6 +107,13 @@ def asked_units(
     return units
 
 
+def article_units(bench: KnowledgeBench, document: Document, row: Row) -> list[Unit]:
+    """Return the units of the change of the article's other passages by a row's memory, seed 0."""
+    if row.recipe is None or row.prefix is not None or not document.article:
+        return []
+    return [article_unit(bench, document, row.recipe, 0)]
+
+
 def load_results(bench: KnowledgeBench, units: Sequence[Unit]) -> list[dict[str, Any]]:
     """Return the results that have been made."""
     results = [bench.load(unit) for unit in units]
@@ -143,6 +159,7 @@ def tabulate_rows(
         for number, asked in enumerate(document.questions):
             key = (document.name, number)
             titles[key] = asked.title if by_title else key
+    has_articles = any(document.article for document in documents)
     lines = []
     for row, row_scores in scores.items():
         cells = [row.name]
@@ -153,12 +170,16 @@ def tabulate_rows(
             cells.append("-" if row == NONE else format_percent(change))
         for metric in ("within", "f1"):
             cells.append(_format_share(scores, row, metric, titles))
-        cells += [*list_costs(bench, results[row]), str(len(row_scores["within"]))]
+        cells += list_costs(bench, results[row])
+        if has_articles:
+            cells.append(_format_articles(bench, documents, row))
+        cells.append(str(len(row_scores["within"])))
         lines.append(cells)
     if not lines:
         return ""
     head = ["", "gold within", "exact match", "F1", "gold within, change", "F1, change"]
-    head += ["share of the gap, gold within", "share of the gap, F1", *COST_HEAD, "n"]
+    head += ["share of the gap, gold within", "share of the gap, F1", *COST_HEAD]
+    head += ["article's perplexity, change", "n"] if has_articles else ["n"]
     return make_table(head, lines)
 
 
@@ -187,6 +208,19 @@ def _format_share(
             gains[key] = value - base[key]
             gaps[key] = full[key] - base[key]
     return format_mean(_ratio(gains, gaps, groups), 2)
+
+
+def _format_articles(bench: KnowledgeBench, documents: Sequence[Document], row: Row) -> str:
+    """Return the mean change of the article's perplexity by a row's memories, in %."""
+    units: list[Unit] = []
+    for document in documents:
+        units += article_units(bench, document, row)
+    changes = []
+    for result in load_results(bench, units):
+        figures = result["figures"]
+        if "failed" not in figures:
+            changes.append(figures["perplexity"] / figures["base_perplexity"] - 1)
+    return format_percent(mean_interval(changes), 2) if changes else "-"
 
 
 def _ratio(

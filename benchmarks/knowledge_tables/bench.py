@@ -91,5 +91,9 @@ class KnowledgeBench(Bench):
         """Return the perplexity of the unread text under a frozen model; None without the text."""
         if self.unread is None:
             return None
+        return self.score(model, self.unread, context)
+
+    def score(self, model: nn.Module, ids: Tensor, context: str | None = None) -> float:
+        """Return the perplexity of a text, LongTensor [T], under a frozen model."""
         settings = ReadSettings(method="none", context=context, **self.common)
-        return score(model, self.unread, complete(settings, self.base))
+        return score(model, ids, complete(settings, self.base))

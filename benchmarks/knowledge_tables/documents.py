@@ -63,26 +63,39 @@ class Document:
         text: all of it, with its title.
         questions: what is asked about it, in the table's own type.
         title: of the text.
+        article: the other passages of the article that the text is a passage of, with its title.
     """
 
     name: str
     text: str
     questions: tuple[Any, ...] = ()
     title: str = ""
+    article: str = ""
 
 
 def load_squad(bench: KnowledgeBench, count: int, questions: int) -> list[Document]:
     """Draw passages of SQuAD that have enough different questions, and questions of each."""
     candidates = []
-    for number, record in _load_part(bench, "squad"):
+    records = _load_part(bench, "squad")
+    for number, record in records:
         document = parse_passage(number, record)
         if len(document.questions) >= questions:
             candidates.append((number, document))
     documents = []
     for number, document in draw(candidates, count, bench.options.draw):
         asked = draw(list(document.questions), questions, number)
-        documents.append(replace(document, questions=tuple(asked)))
+        article = _join_article(document, [record for _, record in records])
+        documents.append(replace(document, questions=tuple(asked), article=article))
     return documents
+
+
+def _join_article(document: Document, records: Sequence[dict[str, Any]]) -> str:
+    """Return the other passages of a passage's article below its title; "" for none."""
+    texts = {}
+    for record in records:
+        if record["title"] == document.title and record["context"] not in document.text:
+            texts[record["context"]] = None
+    return "\n\n".join([document.title, *texts]) if texts else ""
 
 
 def parse_passage(number: int, record: dict[str, Any]) -> Document:

@@ -50,7 +50,7 @@ def list_rows(readings: Sequence[int]) -> list[Row]:
             before = Recipe(key, "read", adapter, start=before, times=count - done)
             done = count
             rows.append(Row(key, f"{name}, read {count} times", before))
-        retention = Recipe(f"{study.name}-then-book", "read", adapter, study, reads_book=True)
+        retention = Recipe(f"{study.name}-then-book", "read", adapter, study, reads="book")
         rows.append(Row(study_row.key, f"{name}, studied", study))
         rows.append(Row(retention.name, f"{name}, studied, then another book", retention))
     return rows

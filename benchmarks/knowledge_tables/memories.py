@@ -26,11 +26,13 @@ from .documents import Document
 
 __all__ = [
     "LORA",
+    "ARTICLE",
     "READING",
     "STUDY",
-    "STUDY_AFTER_READING",
+    "STUDY_AFTER_ARTICLE",
     "Recipe",
     "SideEffects",
+    "article_unit",
     "forget",
     "memory_unit",
     "opened",
@@ -55,7 +57,7 @@ class Recipe:
         start: makes the memory that is gone on with; None for a fresh adapter.
         lessons: the study that wrote what is taught; None for its own.
         times: how often the text is read.
-        reads_book: whether another book is read in place of the text.
+        reads: what is learned: the "text", its "article" or another "book".
     """
 
     name: str
@@ -64,7 +66,7 @@ class Recipe:
     start: "Recipe | None" = None
     lessons: "Recipe | None" = None
     times: int = 1
-    reads_book: bool = False
+    reads: str = "text"
 
     def list_adapters(self) -> tuple[str, ...]:
         """Return whose settings matter, for this recipe and those before it."""
@@ -77,7 +79,8 @@ class Recipe:
 
 READING = Recipe("reading", "read")
 STUDY = Recipe("study", "study")
-STUDY_AFTER_READING = Recipe("study-after-reading", "study", start=READING)
+ARTICLE = Recipe("article", "read", reads="article")
+STUDY_AFTER_ARTICLE = Recipe("study-after-article", "study", start=ARTICLE)
 LORA = Recipe("lora", "study", "lora", lessons=STUDY)
 
 
@@ -164,9 +167,36 @@ def _complete(bench: KnowledgeBench, recipe: Recipe, seed: int) -> Any:
 
 
 def _find_text(bench: KnowledgeBench, document: Document, recipe: Recipe) -> Tensor:
-    if recipe.reads_book:
+    if recipe.reads == "book":
         return bench.document(LONG_BOOKS[0], bench.scale.retention_tokens)
+    if recipe.reads == "article":
+        return _tokenize_article(bench, document)
     return tokenize(bench.tokenizer, document.text)
+
+
+def _tokenize_article(bench: KnowledgeBench, document: Document) -> Tensor:
+    return tokenize(bench.tokenizer, document.article)[: bench.scale.article_tokens]
+
+
+def article_unit(bench: KnowledgeBench, document: Document, recipe: Recipe, seed: int) -> Unit:
+    """Return the unit of a memory's effect on the other passages of its text's article."""
+    memory = memory_unit(bench, document, recipe, seed)
+    ids = _tokenize_article(bench, document)
+    about = {
+        "row": memory.memory.name,
+        "document": document.name,
+        "text_sha256": digest_ids(ids),
+    }
+
+    def measure(unit: Unit) -> dict[str, Any]:
+        if _has_failed(memory):
+            return {"failed": memory.load()["figures"]["failed"]}
+        figures = {"base_perplexity": bench.score(bench.base, ids)}
+        with opened(bench, memory) as model:
+            return {**figures, "perplexity": bench.score(model, ids)}
+
+    path = f"memories/{document.name}/{memory.memory.name}.article.json"
+    return bench.unit(path, about, measure, memory, size=len(ids))
 
 
 def _learn(

@@ -15,11 +15,22 @@ from locas_peft.text import digest_json
 
 from .bench import KnowledgeBench
 from .documents import Document
-from .memories import LORA, READING, STUDY, STUDY_AFTER_READING, Recipe, forget, memory_unit, opened
+from .memories import (
+    ARTICLE,
+    LORA,
+    READING,
+    STUDY,
+    STUDY_AFTER_ARTICLE,
+    Recipe,
+    forget,
+    memory_unit,
+    opened,
+)
 from .prefixes import open_prefix
 from .retrieval import has_embeddings
 
 __all__ = [
+    "ARTICLE_ROW",
     "BM25",
     "COST_HEAD",
     "EMBEDDING",
@@ -65,7 +76,10 @@ NONE = Row("none", "no context")
 IN_CONTEXT = Row("context", "text in context", context="text")
 READING_ROW = Row("reading", "reading alone", READING)
 STUDY_ROW = Row("study", "study", STUDY)
-STUDY_AFTER_ROW = Row("study-after-reading", "study after reading", STUDY_AFTER_READING)
+ARTICLE_ROW = Row("article", "its article read", ARTICLE)
+STUDY_AFTER_ROW = Row(
+    "study-after-article", "study after its article was read", STUDY_AFTER_ARTICLE
+)
 LORA_ROW = Row("lora", "LoRA r=16, the study's lessons", LORA)
 PREFIXES = (
     Row("cartridge-text", "CARTRIDGE, from the text", STUDY, prefix="text"),

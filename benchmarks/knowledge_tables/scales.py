@@ -23,6 +23,7 @@ class Scale:
         stories: of QuALITY.
         context_tokens: the most tokens of a story in context.
         seeds: of the studies of the pages; all other studies have the seed 0.
+        article_tokens: of the other passages of a passage's article.
         unread_tokens: of the book that no memory reads.
         conversations: of LoCoMo.
         locomo_questions: of each category of a conversation; None for all.
@@ -41,6 +42,7 @@ class Scale:
     stories: int
     context_tokens: int
     seeds: int
+    article_tokens: int
     unread_tokens: int
     conversations: int
     locomo_questions: int | None
@@ -60,6 +62,7 @@ QUICK = Scale(
     stories=1,
     context_tokens=1024,
     seeds=1,
+    article_tokens=256,
     unread_tokens=512,
     conversations=1,
     locomo_questions=2,
@@ -78,6 +81,7 @@ FULL = Scale(
     stories=2,
     context_tokens=16_384,
     seeds=1,
+    article_tokens=1_024,
     unread_tokens=2_048,
     conversations=1,
     locomo_questions=None,

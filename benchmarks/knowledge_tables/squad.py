@@ -4,11 +4,12 @@ from functools import partial
 
 from locas_peft.evaluation import Unit
 
-from .asked import FOUND, asked_units, tabulate_rows
+from .asked import FOUND, article_units, asked_units, tabulate_rows
 from .bench import KnowledgeBench
 from .documents import Document, join_documents, load_squad
 from .retrieval import list_sentences
 from .rows import (
+    ARTICLE_ROW,
     BM25,
     EMBEDDING,
     IN_CONTEXT,
@@ -19,6 +20,7 @@ from .rows import (
     READING_ROW,
     STUDY_AFTER_ROW,
     STUDY_ROW,
+    Row,
     choose_rows,
     fill_rows,
 )
@@ -30,6 +32,7 @@ ROWS = (
     IN_CONTEXT,
     READING_ROW,
     STUDY_ROW,
+    ARTICLE_ROW,
     STUDY_AFTER_ROW,
     LORA_ROW,
     *PREFIXES,
@@ -37,6 +40,7 @@ ROWS = (
     EMBEDDING,
     MEMORY_AND_BM25,
 )
+ARTICLE_ROWS = (ARTICLE_ROW, STUDY_AFTER_ROW)
 TABLE = "squad"
 
 
@@ -53,6 +57,13 @@ def _load_joined(bench: KnowledgeBench) -> list[Document]:
     return [join_documents(passages, f"squad-{len(passages)}-joined")]
 
 
+def _list_rows(documents: list[Document]) -> list[Row]:
+    """Return the rows; those of the article only where all documents have one."""
+    if all(document.article for document in documents):
+        return list(ROWS)
+    return [row for row in ROWS if row not in ARTICLE_ROWS]
+
+
 def _list_sentences(documents: list[Document]) -> list[str]:
     return list_sentences(document.text for document in documents)
 
@@ -65,24 +76,27 @@ def fill(bench: KnowledgeBench) -> None:
 
 def _list_units(bench: KnowledgeBench, pool: list[str], document: Document) -> list[Unit]:
     units = []
-    for row in choose_rows(bench, ROWS):
+    for row in choose_rows(bench, _list_rows([document])):
         units += asked_units(bench, TABLE, document, row, 1, pool)
+        units += article_units(bench, document, row)
     return units
 
 
 def tabulate(bench: KnowledgeBench) -> str:
     parts = []
     singles = _load_singles(bench)
-    single = tabulate_rows(bench, TABLE, singles, ROWS, _list_sentences(singles))
+    single = tabulate_rows(bench, TABLE, singles, _list_rows(singles), _list_sentences(singles))
     if single:
         parts.append(
             f"One passage a memory, {len(singles)} passages: in %, with 95% intervals over "
             f"questions; changes are from no context. BM25 and embedding have {FOUND} sentences of "
-            "all these passages. LoRA's time is without that of writing its lessons.\n\n" + single
+            "all these passages. LoRA's time is without that of writing its lessons. The article is the "
+            f"first {bench.scale.article_tokens:,} tokens of the other passages of the same title; its "
+            "change is from the base.\n\n" + single
         )
     joined = _load_joined(bench)
     pool = _list_sentences(joined)
-    together = tabulate_rows(bench, TABLE, joined, ROWS, pool, by_title=True)
+    together = tabulate_rows(bench, TABLE, joined, _list_rows(joined), pool, by_title=True)
     if together:
         parts.append(
             f"{bench.scale.joined} passages in one memory: intervals over titles. The text in "
