@@ -18,8 +18,8 @@ from training import (
     weights_of,
 )
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
-from locas_peft.model import divergences
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, calibrate
+from locas_peft.model import CausalLM, divergences
 from locas_peft.stages import ReadSettings, complete, score
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Anchor, OwnText, write_own_text
@@ -84,6 +84,53 @@ def test_a_text_after_a_beginning_follows_the_bases_distribution():
     found = torch.bincount(texts[:, 2], minlength=VOCABULARY) / len(texts)
     deviation = (found - expected) / (expected * (1 - expected) / len(texts)).sqrt()
     assert deviation.abs().max() < 5  # standard errors
+
+
+@pytest.mark.parametrize("kind", ["locas", "lora"])
+def test_a_reference_adapter_writes_the_texts_and_is_what_the_anchor_pulls_to(kind):
+    model = make_model(kind)
+    model.add_adapter("former", model.peft_config["default"])
+    if kind == "locas":
+        for name in ("default", "former"):
+            calibrate(model, [make_ids(12, 5)[None]], name)
+    own, former = split_weights(model)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for weight in own:
+            weight.normal_(std=0.3)
+        for weight, value in zip(former, own, strict=True):
+            weight.copy_(value)
+    base_texts = write_own_text(model, texts=3, tokens=10)
+    texts = OwnText(model, texts=3, tokens=10, batch_size=3, reference="former")
+    assert not torch.equal(texts[0], base_texts[0])
+    with_former = write_own_text(model, texts=3, tokens=10, reference="former")
+    assert torch.equal(texts.written, with_former)
+    model.set_adapter("default")
+
+    host = CausalLM(model)
+    anchor = Anchor(texts, every=1, reference="former")
+    assert anchor.settings["reference"] == "former"
+    with torch.no_grad():
+        assert anchor.loss(host, anchor.text_of(0)).item() == 0
+        assert Anchor(texts, every=1).loss(host, texts[0][None]).item() > 0
+        for weight in own:
+            weight.mul_(1.5)
+    loss = anchor.loss(host, anchor.text_of(0))
+    assert loss.item() > 0
+    loss.backward()
+    assert all(weight.grad is None for weight in former)
+    assert any(weight.grad is not None and weight.grad.any() for weight in own)
+    assert model.active_adapter == "default"
+
+
+def split_weights(model) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weights of the adapters "default" and "former"."""
+    found = {"default": [], "former": []}
+    for name, weight in model.named_parameters():
+        for adapter, weights in found.items():
+            if adapter in name.split("."):
+                weights.append(weight)
+    return found["default"], found["former"]
 
 
 def test_own_text_does_not_depend_on_the_models_generation_config():

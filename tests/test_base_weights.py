@@ -57,6 +57,13 @@ def test_a_frozen_memory_that_stays_on_is_no_part_of_what_is_kept():
     assert [compute_once(model, compute, "a") for _ in range(2)] == [2, 3]
 
 
+def test_a_result_of_a_reference_is_computed_at_each_call():
+    model, compute = make_model(), count_calls()
+    model.add_adapter("former", LocasConfig(r=4))
+    assert [compute_once(model, compute, "a", reference="former") for _ in range(2)] == [1, 2]
+    assert compute_once(model, compute, "a") == 3
+
+
 def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(monkeypatch):
     host, written = make_host("llama"), []
     monkeypatch.setattr(
@@ -68,7 +75,7 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
     ]
     assert torch.equal(texts[0][3], texts[1][3])
     start = ((host.config.bos_token_id,),) * 2
-    assert [given[1:] for given in written] == [(2, 8, 0, start), (2, 8, 1, start)]
+    assert [given[1:] for given in written] == [(2, 8, 0, start, None), (2, 8, 1, start, None)]
     assert OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,)
     assert OwnText(host, texts=4, tokens=8, batch_size=2, beginnings=[[3]])[0].shape == (8,)
     assert len(written) == 4

@@ -260,9 +260,9 @@ def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_l
 
 def test_a_study_that_is_left_at_a_step_leaves_the_memory_trainable(model, loaded):
     tokenizer = loaded[1]
-    settings = StudySettings(passes=2, learning_rate=1e-3)
+    settings = StudySettings(passes=2, learning_rate=1e-3, init="topk")
     ids = text.tokenize(tokenizer, TEXT)
-    study = SelfStudy(model, tokenizer, ids, settings, given=GIVEN, discriminants=True)
+    study = SelfStudy(model, tokenizer, ids, settings, given=GIVEN)
     before = [each.requires_grad for each in model.parameters()]
     steps = study.run()
     next(steps)

@@ -43,6 +43,7 @@ from locas_peft.stages import (
     read,
     study,
 )
+from locas_peft.stages.running import REFERENCE
 from locas_settings import StudySettings
 
 PAGE = " ".join(
@@ -709,22 +710,32 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
-def test_the_anchors_texts_begin_with_words_of_the_answers(loaded, input_ids):
+def test_the_anchors_texts_begin_with_the_answers_in_turns(loaded):
     base, tokenizer = loaded
     settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0, seed=3)
+    page = " ".join(f"The {noun} is old." for noun in ("house", "boat", "river", "stone") * 8)
+    given = [*GIVEN, Exchange("What is old?", page)]
+    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in given]
+    most = distillation.BEGINNING
+    assert len(answers[-1]) > most
     begins = []
     for _ in range(2):
         with attached(base, settings_of("lora")) as model:
-            learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            texts = learned._anchor.texts
-            written = [texts[number] for number in range(len(texts))]
-        begins.append([ids[: distillation.BEGINNING].tolist() for ids in written])
-        answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
-        for begin in begins[-1]:
-            assert any(begin == ids[at : at + 2] for ids in answers for at in range(len(ids) - 1))
-        places = sum(len(ids) - 1 for ids in answers)
-        assert len({tuple(begin) for begin in begins[-1]}) == places
+            learned = distillation.Distillation(model, tokenizer, given, settings)
+            beginnings = learned._anchor.texts.settings["beginnings"]
+            texts = [learned._anchor.texts[number] for number in range(4)]
+        for beginning, ids in zip(beginnings, texts, strict=False):
+            assert ids[: len(beginning)].tolist() == beginning
+        begins.append(beginnings)
     assert begins[0] == begins[1]
+    whole = [beginning for beginning in begins[0] if beginning in answers]
+    parts = [beginning for beginning in begins[0] if beginning not in answers]
+    assert {tuple(beginning) for beginning in whole} == set(map(tuple, answers[:2]))
+    assert len(parts) in (5, 6), "a third of 16"
+    places = range(len(answers[-1]))
+    for part in parts:
+        assert len(part) == most
+        assert any(part == answers[-1][place : place + most] for place in places)
 
 
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
@@ -977,3 +988,33 @@ def test_a_study_that_follows_a_reading_begins_with_its_weights(loaded, input_id
     config = json.loads((tmp_path / "studied" / "adapter_config.json").read_text())
     assert config["max_slot_norm"] == 1.0
     assert [record.kind for record in load_records(tmp_path / "studied")] == ["read", "study"]
+
+
+@pytest.mark.parametrize("anchor", [0, 1.0])
+def test_a_study_that_follows_a_reading_is_pulled_to_the_memory_as_it_was(
+    loaded, input_ids, tmp_path, anchor
+):
+    settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
+    out = tmp_path / "m"
+    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
+    before = weights(out)
+    opened = open_study(
+        *loaded, input_ids, settings_of(anchor=anchor), Place(out=out), start=out, exchanges=GIVEN
+    )
+    with opened as run:
+        model = run.stage._model
+        for _ in run:
+            pass
+        learned = run.stage.study._distillation
+        assert (learned._anchor and learned._anchor.reference) == (REFERENCE if anchor else None)
+        former = get_peft_model_state_dict(
+            model, adapter_name=REFERENCE, save_embedding_layers=False
+        )
+        assert all(torch.equal(former[name], value) for name, value in before.items())
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        assert trained and not any(REFERENCE in name.split(".") for name in trained)
+        run.finish()
+    after = weights(out)
+    assert after.keys() == before.keys()
+    assert not [file for file in out.iterdir() if file.is_dir()], "the former one is not saved"
+    assert any(not torch.equal(after[name], before[name]) for name in before)

@@ -33,24 +33,30 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hashable) -> Any:
-    """Return `compute(model, *arguments)`, which depends on the base alone: once in a process.
+def compute_once(
+    model: nn.Module,
+    compute: Callable[..., Any],
+    *arguments: Hashable,
+    reference: str | None = None,
+) -> Any:
+    """Return `compute(model, *arguments, reference)`: once in a process for each base.
 
-    A base is known by its name and fingerprint. Where frozen adapters stay on as part of the base,
-    the result is computed at each call.
+    A base is known by its name and fingerprint. With a reference, and where frozen adapters stay on
+    as part of the base, the result is computed at each call.
 
     Args:
         model: the base, with or without adapters.
         compute: a function of the model and the arguments. Do not change what it returns.
         arguments: what the result depends on beside the base.
+        reference: see `reference_active`.
     """
-    if _has_adapters_on(model):
-        return compute(model, *arguments)
+    if reference is not None or _has_adapters_on(model):
+        return compute(model, *arguments, reference)
     key = model.config.name_or_path, fingerprint(model), compute, arguments
     if key not in _KNOWN:
         if len(_KNOWN) == MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[key] = compute(model, *arguments)
+        _KNOWN[key] = compute(model, *arguments, None)
     return _KNOWN[key]
 
 

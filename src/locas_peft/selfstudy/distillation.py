@@ -40,10 +40,12 @@ PULL_EVERY = 4
 PROMPTS = 2048
 # The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-# The texts of the base that pulls use in turns, and that discriminants are computed from.
+# The reference's own texts, which pulls use in turns, and that discriminants are computed from.
 OWN_TEXTS = 16
-# The tokens of an answer that a text of the base begins with.
-BEGINNING = 2
+# Those of a pull.
+TEXTS_AT_ONCE = 2
+# The most tokens of an answer that such a text begins with.
+BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -82,6 +84,8 @@ class Distillation:
         settings: `passes`, `learning_rate`, `seed` and `anchor` are used (see `SelfStudy`).
         tells_apart: whether the upper layers begin with rows of `place_discriminants`, and are
             trained alone.
+        reference: the frozen adapter whose answers to other questions, and whose running text, the
+            trained one keeps; None for the base's.
         compiled: whether the passes over lessons go through `torch.compile`.
 
     Attributes:
@@ -97,6 +101,7 @@ class Distillation:
         settings: StudySettings,
         *,
         tells_apart: bool = False,
+        reference: str | None = None,
         compiled: bool = False,
     ):
         self._model = model
@@ -104,6 +109,7 @@ class Distillation:
         self._host = CausalLM(model)
         self._seed = settings.seed
         self._tells_apart = tells_apart
+        self._reference = reference
         self._is_compiled = compiled
         self._lessons = [make_lesson(exchange, tokenizer) for exchange in exchanges]
         least_steps = LEAST_STEPS if tells_apart else 2 * LEAST_STEPS
@@ -128,9 +134,10 @@ class Distillation:
                 seed=settings.seed,
                 batch_size=OWN_TEXTS,
                 beginnings=self._draw_beginnings(),
+                reference=reference,
             )
-            self._anchor = Anchor(own_text, every=1)
-        # The base's answers to other questions, written at their first use.
+            self._anchor = Anchor(own_text, every=1, reference=reference)
+        # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0
         self.skipped_steps = 0
@@ -157,16 +164,18 @@ class Distillation:
         return [sum(losses) / len(losses) for losses in passes]
 
     def _draw_beginnings(self) -> list[list[int]]:
-        """Return the first token ids of the base's own texts: those of a place in an answer.
+        """Return the first token ids of the own texts: answers, or parts of long ones, in turns.
 
-        The texts are then of the answers' language, kind and subject, where the memory would change
-        the base's output most.
+        An answer is to follow its questions, and not the words that it has in common with other
+        text. So the model reads the answer itself, and what may follow it, as before.
         """
         generator = random.Random(self._seed)
         start = find_start_token(self._tokenizer)
+        answers = list(dict.fromkeys(self._answers))
+        generator.shuffle(answers)
         beginnings = []
-        for _ in range(OWN_TEXTS):
-            ids = encode_text(self._tokenizer, generator.choice(self._answers))
+        for number in range(OWN_TEXTS):
+            ids = encode_text(self._tokenizer, answers[number % len(answers)])
             place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
             beginning = ids[place : place + BEGINNING]
             beginnings.append(beginning if start is None else [start, *beginning])
@@ -190,8 +199,8 @@ class Distillation:
     def _place_discriminants(self) -> None:
         """Give the memory rows that tell the lessons' answers apart.
 
-        Half of them act at the ends of prompts, half inside the answers. The base's answers to
-        other questions, and its own text, are of no passage.
+        Half of them act at the ends of prompts, half inside the answers. The reference's answers to
+        other questions, and its own texts, are of no passage.
         """
         examples, passages = self._draw_examples()
         prompts = [example.prompt for example in examples]
@@ -215,7 +224,7 @@ class Distillation:
     def _list_spans(
         self, examples: Sequence[Example], passages: Sequence[int]
     ) -> list[tuple[list[int], int, int]]:
-        """Return the answers of examples, and the base's own texts.
+        """Return the answers of examples, and the reference's own texts.
 
         Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
@@ -249,9 +258,8 @@ class Distillation:
         loss = torch.cat(losses).mean()
         objective = loss
         if weight and self._anchor is not None:
-            text = self._anchor.text_of(pull)
             others_loss = torch.cat(all_losses[len(examples) :]).mean()
-            objective = loss + weight * (others_loss + self._anchor.loss(self._host, text))
+            objective = loss + weight * (others_loss + self._measure_texts(self._anchor, pull))
         objective.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than
         # the others.
@@ -279,21 +287,31 @@ class Distillation:
         return Example(prompt, lesson, lesson.answer[: self._schedule.reach_of(number)])
 
     def _list_others(self) -> list[Example]:
-        """Return the other questions, with the base's answers; none without an anchor."""
+        """Return the other questions, with the reference's answers; none without an anchor."""
         if self._anchor is None or self._others:
             return self._others
         arguments = self._tokenizer, self._seed, current_day()
-        lessons = compute_once(self._model, write_replay_lessons, *arguments)
+        lessons = compute_once(
+            self._model, write_replay_lessons, *arguments, reference=self._reference
+        )
         for lesson in lessons:
             prompt = encode_question(self._tokenizer, *lesson.word(0))
             self._others.append(Example(prompt, lesson, lesson.answer))
         return self._others
 
     def _choose_others(self, pull: int) -> list[Example]:
-        """Return the other questions whose answers a pull brings back to the base's, in turns."""
+        """Return the other questions of a pull, in turns."""
         others = self._list_others()
         first = pull * BATCH
         return [others[number % len(others)] for number in range(first, first + BATCH)]
+
+    def _measure_texts(self, anchor: Anchor, pull: int) -> Tensor:
+        """Return KL(reference || student) on the own texts of a pull, the mean over tokens."""
+        losses = []
+        for number in range(TEXTS_AT_ONCE):
+            text = anchor.text_of(TEXTS_AT_ONCE * pull + number)
+            losses.append(anchor.loss(self._host, text))
+        return torch.stack(losses).mean()
 
     def _measure(self, examples: Sequence[Example]) -> list[Tensor]:
         """Return KL(teacher || student) at each token of some answers, [T] of each example."""

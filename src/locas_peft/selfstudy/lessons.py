@@ -21,7 +21,7 @@ from ..asking import (
 )
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
 from ..model import CausalLM
-from ..tuner import adapters_disabled, evaluating
+from ..tuner import evaluating, reference_active
 from .exchanges import Exchange
 from .writing import write_replies
 
@@ -108,14 +108,23 @@ def make_lesson(exchange: Exchange, tokenizer: Any) -> Lesson:
 
 @torch.no_grad()
 def write_replay_lessons(
-    model: nn.Module, tokenizer: Any, seed: int = 0, day: str | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    seed: int = 0,
+    day: str | None = None,
+    reference: str | None = None,
 ) -> list[Lesson]:
     """Let the base write questions about `TOPICS` and answer them; return a lesson for each.
 
     The answers are greedy, and the base's distributions are the targets. Without such lessons, the
     model would answer every question in the study's wordings about the text's subject. The lessons
-    have the wordings in `FORMS` in turns, each has one. The model's memory is disabled meanwhile.
-    `seed` is that of the questions, `day` that of the prompts, where their template prints it.
+    have the wordings in `FORMS` in turns, each has one.
+
+    Args:
+        model, tokenizer: a causal LM and its tokenizer; a memory in training is disabled meanwhile.
+        seed: of the questions.
+        day: of the prompts, where their template prints it.
+        reference: an adapter that writes and answers with the base (see `reference_active`).
     """
     host = CausalLM(model)
     generator = torch.Generator(host.device).manual_seed(seed)
@@ -125,7 +134,7 @@ def write_replay_lessons(
     questions = []
     forms = []
     prompts = []
-    with evaluating(model), adapters_disabled(model), dated(day or current_day()):
+    with evaluating(model), reference_active(model, reference), dated(day or current_day()):
         for number, reply in enumerate(write_replies(host, tokenizer, requests, generator)):
             line = reply.split("\n")[0]
             question = line[: line.find("?") + 1] or line

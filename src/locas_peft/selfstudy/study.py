@@ -24,7 +24,7 @@ from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, make_lesson
 from .writing import BLOCK, check_window, write_exchanges
 
-__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
+__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep", "separates"]
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class SelfStudy:
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
-        settings: those of the study itself are used, and not those of the adapter:
+        settings: those of the study itself, and whether a fresh memory `separates`:
             exchanges: questions wanted about each passage; None for `PER_PASSAGE`.
             passes: the most times that each exchange is learned. None stands for
                 `distillation.PASSES`, and `distillation.LEAST_STEPS` steps of few exchanges. For n
@@ -86,16 +86,15 @@ class SelfStudy:
                 passes that are left.
             window: in tokens; None for `WINDOW`.
             seed: of the questions and of the order of learning.
-            anchor: weight at the end of the KL from the base, on its answers to other questions and
-                on text that it writes after words of the passages. It grows from 0 as the rate
-                falls. 0 or None for none.
+            anchor: weight at the end of the KL from the reference, on its answers to other
+                questions and on running text: passages and what it writes after them. It grows from
+                0 as the rate falls. 0 or None for none.
         given: the exchanges that are learned, in place of written ones.
         earlier: those that the memory has learned before. They are learned again as far as they are
             lost. One whose question a new exchange asks in the same words leaves: the new answer
             corrects it.
-        discriminants: whether the upper layers of a LOCAS memory, which has no norm clip, begin
-            with rows of `place_discriminants` where `can_tell_apart`. They alone are then trained.
-            Elsewhere questions and least steps are doubled.
+        reference: a frozen adapter, the memory as it was before the study; None for a fresh memory,
+            whose reference is the base (see `anchor`).
         load_writer: returns another causal LM and its tokenizer, which write the questions in place
             of the base. It is called where questions are left to write.
         compiled: whether the passes over lessons go through `torch.compile`. The figures are the
@@ -122,7 +121,7 @@ class SelfStudy:
         *,
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
-        discriminants: bool = False,
+        reference: str | None = None,
         load_writer: Callable[[], tuple[nn.Module, Any]] | None = None,
         compiled: bool = False,
     ):
@@ -135,7 +134,8 @@ class SelfStudy:
         self._settings = settings
         self._host = CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
-        self._discriminants = discriminants
+        self._discriminants = reference is None and separates(settings)
+        self._reference = reference
         self._load_writer = load_writer
         self._is_compiled = compiled
         self.exchanges = list(given or ())
@@ -270,6 +270,7 @@ class SelfStudy:
             self.exchanges,
             self._settings,
             tells_apart=self._tells_apart(len(passages)),
+            reference=self._reference,
             compiled=self._is_compiled,
         )
         return self._distillation
@@ -304,6 +305,15 @@ class SelfStudy:
         self._distillation = None
         if state["distillation"] is not None:
             self._plan().load_state_dict(state["distillation"])
+
+
+def separates(settings: StudySettings) -> bool:
+    """Return whether a fresh memory gets rows that tell passages apart, and no norm clip.
+
+    They are those of `place_discriminants`, in the upper layers, where `can_tell_apart`. These
+    layers alone are then trained. Elsewhere questions and least steps are doubled.
+    """
+    return settings.init == "topk" and settings.max_slot_norm is None
 
 
 def _check_passages(passages: int) -> None:

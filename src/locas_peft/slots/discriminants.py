@@ -79,10 +79,10 @@ def place_discriminants(
 ) -> None:
     """Give up to half of a memory's slots rows that tell passages apart, in its upper layers.
 
-    The memory is the one that is trained. It has no norm clip (`stages.stage.separates`). A slot's
-    gate row is open at the tokens of one passage and closed at all others; in a memory without
-    gates its up row is. The passages take the slots in turns, at most `SLOTS_EACH` each. The slots'
-    values become zero; others stay.
+    The memory is the one that is trained. It has no norm clip (`selfstudy.study.separates`). The
+    gate row of a slot is open at the tokens of one passage and closed at all others; in a memory
+    without gates its up row is. The passages take the slots in turns, at most `SLOTS_EACH` each.
+    The slots' values become zero; others stay.
 
     Args:
         model: a model with a LOCAS memory; mutated.

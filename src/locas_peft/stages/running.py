@@ -28,6 +28,7 @@ from ..memories.loading import load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
+from ..selfstudy.study import separates
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
@@ -44,11 +45,13 @@ from .record import (
     parse_record,
 )
 from .saving import find_finished, save_stages
-from .stage import Reading, Stage, Study, separates
+from .stage import Reading, Stage, Study
 
 __all__ = ["Place", "StageRun", "attached", "open_reading", "open_study", "read", "score", "study"]
 
 _logger = logging.getLogger(__name__)
+# The adapter's name beside the one that goes on: the memory as it was, which stays frozen.
+REFERENCE = "reference"
 # "record" describes the base, which is compared by its fingerprint, and what calibration chose.
 _NO_ARITHMETIC = {
     "auto_mapping",
@@ -373,7 +376,7 @@ def open_study(
             settings,
             given=exchanges,
             earlier=earlier,
-            is_fresh=start is None,
+            reference=None if start is None else REFERENCE,
             compiled=compiled,
         )
 
@@ -555,7 +558,10 @@ def _attach(
     base: PreTrainedModel, settings: AdapterSettings, start: str | Path | None
 ) -> nn.Module:
     if start is not None:
-        return load_memory(base, start, trainable=True)
+        model = load_memory(base, start, trainable=True)
+        if isinstance(settings, StudySettings):
+            model.load_adapter(str(start), REFERENCE)
+        return model
     config = METHODS[settings.method].make_config(settings, base)
     if config is None:
         return base.requires_grad_(False)

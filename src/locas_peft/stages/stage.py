@@ -149,8 +149,8 @@ class Study(Stage):
         settings: complete ones.
         given: the exchanges that are learned, in place of those that the model would write.
         earlier: the exchanges that the adapter has learned before.
-        is_fresh: whether the adapter has learned nothing yet: a memory then gets rows that tell
-            the passages apart.
+        reference: a frozen adapter, the memory as it was at the start; None for one that has
+            learned nothing yet: it then gets rows that tell the passages apart.
         compiled: whether the passes over lessons go through `torch.compile`.
     """
 
@@ -165,7 +165,7 @@ class Study(Stage):
         *,
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
-        is_fresh: bool = True,
+        reference: str | None = None,
         compiled: bool = False,
     ):
         self._model = model
@@ -181,7 +181,7 @@ class Study(Stage):
             settings,
             given=given,
             earlier=earlier,
-            discriminants=is_fresh and separates(settings),
+            reference=reference,
             load_writer=load_writer,
             compiled=compiled,
         )
@@ -226,11 +226,6 @@ class Study(Stage):
         figures = self.study.figures
         seconds = figures["writing_seconds"] + figures["learning_seconds"]
         return {**figures, "seconds": seconds, "date": self._date}
-
-
-def separates(settings: StudySettings) -> bool:
-    """Return whether a fresh memory gets rows that tell passages apart, and no norm clip."""
-    return settings.init == "topk" and settings.max_slot_norm is None
 
 
 def make_trainer(

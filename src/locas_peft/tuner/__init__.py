@@ -15,7 +15,7 @@ from .finding import find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer
 from .model import LocasModel
-from .modules import adapters_disabled, evaluating, trained_parameters
+from .modules import adapters_disabled, evaluating, reference_active, trained_parameters
 
 __all__ = [
     "KNOWN_PARTS",
@@ -33,6 +33,7 @@ __all__ = [
     "find_ffns",
     "keep_weights",
     "list_layers",
+    "reference_active",
     "rescale",
     "trained_parameters",
     "uncalibrated_memories",

@@ -19,6 +19,7 @@ __all__ = [
     "host_modules",
     "is_wrapper",
     "plain_name",
+    "reference_active",
     "remember_modules",
     "state_name",
     "trained_parameters",
@@ -173,6 +174,21 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
         yield
 
 
+@contextmanager
+def reference_active(model: nn.Module, reference: str | None = None) -> Iterator[None]:
+    """Make a model its own reference within the context: what its training is compared with.
+
+    Adapters that are active and frozen stay on, as in `adapters_disabled`.
+
+    Args:
+        model: the model; mutated within the context.
+        reference: the adapter that takes the place of those in training, such as TRL's
+            `ref_adapter_name`; None for the model without them.
+    """
+    with AdapterLayers(model).referring_to(reference):
+        yield
+
+
 class AdapterLayers:
     """The adapter layers of a model that are in use, listed once: using the list takes no walk.
 
@@ -195,9 +211,22 @@ class AdapterLayers:
         """Return whether adapters were switched, enabled, disabled, merged or unmerged since."""
         return self._read_switches() != self._switches
 
-    def stay_on(self) -> bool:
-        """Return whether adapters stay on in the context of `disabled`."""
-        return bool(self._frozen)
+    @contextmanager
+    def referring_to(self, reference: str | None) -> Iterator[None]:
+        """Use a reference adapter within the context (see `reference_active`)."""
+        if reference is None:
+            with self.disabled():
+                yield
+            return
+        former = [(layer, layer._active_adapter) for layer in self.layers]
+        for layer in self.layers:
+            still_on = [name for name in layer.active_adapters if name in self._frozen]
+            layer._active_adapter = [*still_on, reference]
+        try:
+            yield
+        finally:
+            for layer, active in former:
+                layer._active_adapter = active
 
     @contextmanager
     def disabled(self, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:

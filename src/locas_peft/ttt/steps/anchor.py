@@ -1,8 +1,9 @@
 """The anchor limits how learning one text changes the model's output on other texts.
 
-Some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on
-n texts of L tokens that the base generated. This is our addition; the paper's only bound is the
-norm clip of the slots.
+Some optimizer steps also minimise the KL divergence from the reference to the model with its
+adapter, on n texts of L tokens that the reference generated. The reference is the base, or the
+model with an adapter as it was. This is our addition; the paper's only bound is the norm clip of
+the slots.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...asking import continue_rows, draw
 from ...checks import check_whole
 from ...model import CausalLM, compute_once, divergences
 from ...text import digest_ids
-from ...tuner import adapters_disabled, evaluating
+from ...tuner import evaluating, reference_active
 from ...tuner.modules import AdapterLayers, base_parameters
 from . import Step
 
@@ -32,14 +33,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Anchor(Step):
-    """Keep an adapter in training close to the base, on texts of the base's own.
+    """Keep an adapter in training close to its reference, on texts of the reference's own.
 
     Args:
         texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
-        weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the
+        weight: of KL(reference || with the adapter), the mean over L - 1 tokens in nats, beside the
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
             over L - 1 tokens, or one forward pass less where a text returns.
+        reference: the frozen adapter that the KL is measured from; None for the base.
 
     Raises:
         TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
@@ -47,7 +49,13 @@ class Anchor(Step):
 
     name = "anchor"
 
-    def __init__(self, texts: Tensor | OwnText, weight: float = 1.0, every: int = 4):
+    def __init__(
+        self,
+        texts: Tensor | OwnText,
+        weight: float = 1.0,
+        every: int = 4,
+        reference: str | None = None,
+    ):
         if not isinstance(texts, OwnText):
             _check_texts(texts)
         if not 0 < weight < math.inf:
@@ -57,9 +65,10 @@ class Anchor(Step):
         self.texts = texts
         self.weight = weight
         self.every = every
+        self.reference = reference
         # By index, the texts [1, L] that were used.
         self._used: dict[int, Tensor] = {}
-        self._base: _BaseLogits | None = None
+        self._logits: _ReferenceLogits | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,7 +77,8 @@ class Anchor(Step):
             texts = self.texts.settings
         else:
             texts = {"sha256": digest_ids(self.texts)}
-        return {"weight": self.weight, "every": self.every, "texts": texts}
+        numbers = {"weight": self.weight, "every": self.every}
+        return {**numbers, "reference": self.reference, "texts": texts}
 
     def check(self, trainer: TestTimeTrainer) -> None:
         if trainer.is_only_written:
@@ -99,17 +109,17 @@ class Anchor(Step):
         return self._used[index]
 
     def loss(self, host: CausalLM, text: Tensor) -> Tensor:
-        """Return the weighted divergence from the base on a text [1, L], a scalar in nats."""
+        """Return the weighted divergence from the reference on a text [1, L], a scalar in nats."""
         ids = text.to(host.device)[:, :-1]
         count = ids.shape[1]
-        base_logits = self._find_base(host).compute(ids, self._find_index(text))
+        reference_logits = self._find_logits(host).compute(ids, self._find_index(text))
         logits = host.logits(ids, count, use_cache=False)[0]
-        return self.weight * self.every * divergences(logits, base_logits).mean()
+        return self.weight * self.every * divergences(logits, reference_logits).mean()
 
-    def _find_base(self, host: CausalLM) -> _BaseLogits:
-        if self._base is None or not self._base.is_of(host):
-            self._base = _BaseLogits(host)
-        return self._base
+    def _find_logits(self, host: CausalLM) -> _ReferenceLogits:
+        if self._logits is None or not self._logits.is_of(host):
+            self._logits = _ReferenceLogits(host, self.reference)
+        return self._logits
 
     def _find_index(self, text: Tensor) -> int | None:
         """Return the index of a text that `text_of` returned; None for another one."""
@@ -119,18 +129,19 @@ class Anchor(Step):
         return None
 
 
-class _BaseLogits:
-    """The logits of a host's base, without the adapters that are trained.
+class _ReferenceLogits:
+    """The logits of a host's reference, in place of those with the adapters that are trained.
 
     Of a text that returns, the hidden states before the head are kept, [1, n, D], where the logits
-    are the head's product with them: a pull on it costs no pass through the base's layers. Logits
-    themselves would take a gigabyte for 32 texts and a vocabulary of 150,000.
+    are the head's product with them: a pull on it costs no pass through the reference's layers.
+    Logits themselves would take a gigabyte for 32 texts and a vocabulary of 150,000.
     """
 
-    def __init__(self, host: CausalLM):
+    def __init__(self, host: CausalLM, reference: str | None):
         # Never compiled: what a captured graph returns would be overwritten by the next pass.
         self._host = CausalLM(host.model)
         self._adapters = AdapterLayers(host.model)
+        self._reference = reference
         self._head = host.model.get_output_embeddings()
         self._hidden: dict[int, Tensor] = {}
         # None until the first text has shown whether the head alone makes the logits.
@@ -140,13 +151,13 @@ class _BaseLogits:
             self._keeps = False
 
     def is_of(self, host: CausalLM) -> bool:
-        """Return whether the base is that of a host, with the same adapters in use as before."""
+        """Return whether a host is the one of before, with the same adapters in use."""
         return host.model is self._host.model and not self._adapters.were_switched()
 
     @torch.no_grad()
     def compute(self, ids: Tensor, index: int | None) -> Tensor:
         """Return the logits [n, V] of tokens [1, n], which are the text `index`, if not None."""
-        with self._adapters.disabled():
+        with self._adapters.referring_to(self._reference):
             if index is None or self._keeps is False:
                 return self._host.logits(ids, ids.shape[1], use_cache=False)[0]
             if index in self._hidden:
@@ -183,7 +194,7 @@ class OwnText:
         texts, tokens: n and L.
         seed: of the first batch; each batch has the next one.
         batch_size: texts that are written at once.
-        beginnings: see `write_own_text`.
+        beginnings, reference: see `write_own_text`.
 
     `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
     """
@@ -196,6 +207,7 @@ class OwnText:
         seed: int = 0,
         batch_size: int = 4,
         beginnings: Sequence[Sequence[int]] | None = None,
+        reference: str | None = None,
     ):
         check_whole("texts", texts, 1)
         check_whole("tokens", tokens, 2)
@@ -207,6 +219,7 @@ class OwnText:
         self._model = model
         self._seed = seed
         self._batch_size = batch_size
+        self._reference = reference
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -239,7 +252,8 @@ class OwnText:
         # Text number i has the beginning number i, in turns.
         turns = range(begun, begun + count)
         beginnings = tuple(self._beginnings[turn % len(self._beginnings)] for turn in turns)
-        batch = compute_once(self._model, _write_batch, tokens, seed, beginnings, level)
+        arguments = tokens, seed, beginnings, level
+        batch = compute_once(self._model, _write_batch, *arguments, reference=self._reference)
         self.written = torch.cat([self.written, batch.to(self.written.device)])
 
 
@@ -250,10 +264,12 @@ def write_own_text(
     tokens: int = 256,
     seed: int = 0,
     beginnings: Sequence[Sequence[int]] | None = None,
+    reference: str | None = None,
 ) -> Tensor:
-    """Sample texts, LongTensor [n, L], from the base's own distribution.
+    """Sample texts, LongTensor [n, L], from the distribution of the base or another reference.
 
-    The temperature is 1. Adapters are disabled during the call; torch's random state is not used.
+    The temperature is 1. Adapters in training are disabled during the call; torch's random state is
+    not used.
 
     Args:
         model: a causal language model, plain or with adapters.
@@ -262,6 +278,7 @@ def write_own_text(
         beginnings: token ids, 1 to L of each, that the texts begin with, in turns. None for the
             model's start-of-text token. With the first words of some text, the samples are of its
             language and kind.
+        reference: the adapter that writes, with the base; None for the base alone.
 
     Raises:
         ValueError: for a model whose config names no token that a text could start with, and
@@ -275,7 +292,7 @@ def write_own_text(
     prompts = [complete[number % len(complete)] for number in range(texts)]
     choose = draw(1.0, torch.Generator(host.device).manual_seed(seed))
     most_new = tokens - min(map(len, prompts))
-    with evaluating(base), adapters_disabled(model):
+    with evaluating(base), reference_active(model, reference):
         # No stop token: after the end of one sample, another one follows, as in training text.
         written = continue_rows(host, prompts, most_new, choose=choose)
     rows = [[*prompt, *ids][:tokens] for prompt, ids in zip(prompts, written, strict=True)]
@@ -283,11 +300,16 @@ def write_own_text(
 
 
 def _write_batch(
-    model: nn.Module, tokens: int, seed: int, beginnings: tuple[tuple[int, ...], ...], level: int
+    model: nn.Module,
+    tokens: int,
+    seed: int,
+    beginnings: tuple[tuple[int, ...], ...],
+    level: int,
+    reference: str | None,
 ) -> Tensor:
     message = "the base writes texts for the anchor, %d of %d tokens at a time"
     _logger.log(level, message, len(beginnings), tokens)
-    return write_own_text(model, len(beginnings), tokens, seed, beginnings)
+    return write_own_text(model, len(beginnings), tokens, seed, beginnings, reference)
 
 
 def _complete_beginnings(
