@@ -738,6 +738,28 @@ def test_the_anchors_texts_begin_with_the_answers_in_turns(loaded):
         assert any(part == answers[-1][place : place + most] for place in places)
 
 
+def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(loaded):
+    base, tokenizer = loaded
+    settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0)
+    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
+    page = f"{PAGE} {PAGE}"
+    ids = text.encode_text(tokenizer, page)
+    most = distillation.BEGINNING
+    assert len(ids) > most
+    for kept in ("", page):
+        with attached(base, settings_of("lora")) as model:
+            former = distillation.Former("default", text=kept)
+            learned = distillation.Distillation(model, tokenizer, GIVEN, settings, former=former)
+            beginnings = learned._anchor.texts.settings["beginnings"]
+        assert [beginning in answers for beginning in beginnings[::2]] == [True] * 8
+        for beginning in beginnings[1::2]:
+            if kept:
+                places = range(len(ids) - most + 1)
+                assert any(beginning == ids[place : place + most] for place in places)
+            else:
+                assert beginning in answers
+
+
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing

@@ -5,12 +5,14 @@ writes the exchanges of a text and learns them.
 """
 
 from ..text import Passage, split_passages
+from .distillation import Former
 from .exchanges import Exchange, load_exchanges, save_exchanges
 from .study import SelfStudy, StudyStep
 from .writing import write_exchanges
 
 __all__ = [
     "Exchange",
+    "Former",
     "Passage",
     "SelfStudy",
     "StudyStep",

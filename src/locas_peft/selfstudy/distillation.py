@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from .exchanges import Exchange
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .schedule import Schedule
 
-__all__ = ["Distillation"]
+__all__ = ["Distillation", "Former"]
 
 # The lessons of an optimizer step.
 BATCH = 8
@@ -51,6 +52,21 @@ BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
 BUCKET = 64
 WARMUP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Former:
+    """A memory that a study goes on with, as it was before.
+
+    Attributes:
+        adapter: the name of its frozen copy in the model.
+        exchanges: those that it has learned.
+        text: what it keeps of its texts; "" for nothing.
+    """
+
+    adapter: str
+    exchanges: tuple[Exchange, ...] = ()
+    text: str = ""
 
 
 class Example(NamedTuple):
@@ -84,8 +100,8 @@ class Distillation:
         settings: `passes`, `learning_rate`, `seed` and `anchor` are used (see `SelfStudy`).
         tells_apart: whether the upper layers begin with rows of `place_discriminants`, and are
             trained alone.
-        reference: the frozen adapter whose answers to other questions, and whose running text, the
-            trained one keeps; None for the base's.
+        former: the memory whose answers to other questions, and whose running text, the trained one
+            keeps; None for the base's.
         compiled: whether the passes over lessons go through `torch.compile`.
 
     Attributes:
@@ -101,7 +117,7 @@ class Distillation:
         settings: StudySettings,
         *,
         tells_apart: bool = False,
-        reference: str | None = None,
+        former: Former | None = None,
         compiled: bool = False,
     ):
         self._model = model
@@ -109,7 +125,8 @@ class Distillation:
         self._host = CausalLM(model)
         self._seed = settings.seed
         self._tells_apart = tells_apart
-        self._reference = reference
+        self._former = former
+        self._reference = None if former is None else former.adapter
         self._is_compiled = compiled
         self._lessons = [make_lesson(exchange, tokenizer) for exchange in exchanges]
         least_steps = LEAST_STEPS if tells_apart else 2 * LEAST_STEPS
@@ -134,9 +151,9 @@ class Distillation:
                 seed=settings.seed,
                 batch_size=OWN_TEXTS,
                 beginnings=self._draw_beginnings(),
-                reference=reference,
+                reference=self._reference,
             )
-            self._anchor = Anchor(own_text, every=1, reference=reference)
+            self._anchor = Anchor(own_text, every=1, reference=self._reference)
         # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0
@@ -167,15 +184,22 @@ class Distillation:
         """Return the first token ids of the own texts: answers, or parts of long ones, in turns.
 
         An answer is to follow its questions, and not the words that it has in common with other
-        text. So the model reads the answer itself, and what may follow it, as before.
+        text. So the model reads the answer itself, and what may follow it, as before. Every second
+        text begins with a part of the former memory's text, if it keeps one.
         """
         generator = random.Random(self._seed)
         start = find_start_token(self._tokenizer)
-        answers = list(dict.fromkeys(self._answers))
+        answers = []
+        for answer in dict.fromkeys(self._answers):
+            answers.append(encode_text(self._tokenizer, answer))
         generator.shuffle(answers)
+        sources = [answers]
+        if self._former is not None and self._former.text:
+            sources.append([encode_text(self._tokenizer, self._former.text)])
         beginnings = []
         for number in range(OWN_TEXTS):
-            ids = encode_text(self._tokenizer, answers[number % len(answers)])
+            turn, kind = divmod(number, len(sources))
+            ids = sources[kind][turn % len(sources[kind])]
             place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
             beginning = ids[place : place + BEGINNING]
             beginnings.append(beginning if start is None else [start, *beginning])

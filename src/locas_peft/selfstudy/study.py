@@ -19,7 +19,7 @@ from ..model import CausalLM
 from ..slots.discriminants import can_tell_apart
 from ..text import Passage, split_passages
 from ..ttt.active import calibrate_empty
-from .distillation import Distillation
+from .distillation import Distillation, Former
 from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, make_lesson
 from .writing import BLOCK, check_window, write_exchanges
@@ -86,15 +86,14 @@ class SelfStudy:
                 passes that are left.
             window: in tokens; None for `WINDOW`.
             seed: of the questions and of the order of learning.
-            anchor: weight at the end of the KL from the reference, on its answers to other
-                questions and on running text: passages and what it writes after them. It grows from
-                0 as the rate falls. 0 or None for none.
+            anchor: weight at the end of the KL from the former memory, or from the base, on its
+                answers to other questions and on running text: passages, parts of the former
+                memory's text, and what it writes after them. It grows from 0 as the rate falls. 0
+                or None for none.
         given: the exchanges that are learned, in place of written ones.
-        earlier: those that the memory has learned before. They are learned again as far as they are
-            lost. One whose question a new exchange asks in the same words leaves: the new answer
-            corrects it.
-        reference: a frozen adapter, the memory as it was before the study; None for a fresh memory,
-            whose reference is the base (see `anchor`).
+        former: the memory that the study goes on with; None for a fresh one. Its exchanges are
+            learned again as far as they are lost. One whose question a new exchange asks in the
+            same words leaves: the new answer corrects it.
         load_writer: returns another causal LM and its tokenizer, which write the questions in place
             of the base. It is called where questions are left to write.
         compiled: whether the passes over lessons go through `torch.compile`. The figures are the
@@ -120,8 +119,7 @@ class SelfStudy:
         settings: StudySettings,
         *,
         given: Sequence[Exchange] | None = None,
-        earlier: Sequence[Exchange] = (),
-        reference: str | None = None,
+        former: Former | None = None,
         load_writer: Callable[[], tuple[nn.Module, Any]] | None = None,
         compiled: bool = False,
     ):
@@ -134,12 +132,11 @@ class SelfStudy:
         self._settings = settings
         self._host = CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
-        self._discriminants = reference is None and separates(settings)
-        self._reference = reference
+        self._former = former
+        self._discriminants = former is None and separates(settings)
         self._load_writer = load_writer
         self._is_compiled = compiled
         self.exchanges = list(given or ())
-        self._earlier = list(earlier)
         # Made when all exchanges are written.
         self._distillation: Distillation | None = None
         self._given: str | None = None
@@ -262,7 +259,8 @@ class SelfStudy:
 
     def _plan(self) -> Distillation:
         """Return the distillation of all exchanges, of this text and earlier ones."""
-        self.exchanges = correct(self._earlier, self.exchanges)
+        earlier = () if self._former is None else self._former.exchanges
+        self.exchanges = correct(earlier, self.exchanges)
         passages = {exchange.answer for exchange in self.exchanges}
         self._distillation = Distillation(
             self._model,
@@ -270,7 +268,7 @@ class SelfStudy:
             self.exchanges,
             self._settings,
             tells_apart=self._tells_apart(len(passages)),
-            reference=self._reference,
+            former=self._former,
             compiled=self._is_compiled,
         )
         return self._distillation

@@ -23,13 +23,13 @@ from locas_settings.adapter import SHAPE
 
 from ..checks import describe_difference
 from ..memories import checkpoint
-from ..memories.folder import check_vacant
+from ..memories.folder import TEXT, check_vacant
 from ..memories.loading import load_memory
 from ..model import fingerprint
-from ..selfstudy import Exchange, load_exchanges
+from ..selfstudy import Exchange, Former, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
 from ..selfstudy.study import separates
-from ..text import digest_ids, digest_tokenizer
+from ..text import digest_ids, digest_tokenizer, load_text
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
 from ..tuner.modules import remember_modules, unmerged_at_end
@@ -369,14 +369,16 @@ def open_study(
         expected["exchanges_sha256"] = digest_exchanges(exchanges)
 
     def make_stage(model: nn.Module, earlier: list[Exchange]) -> Study:
+        former = None
+        if start is not None:
+            former = Former(REFERENCE, tuple(earlier), _load_kept_text(start))
         return Study(
             model,
             tokenizer,
             input_ids,
             settings,
             given=exchanges,
-            earlier=earlier,
-            reference=None if start is None else REFERENCE,
+            former=former,
             compiled=compiled,
         )
 
@@ -639,6 +641,12 @@ def _load_earlier(start: str | Path | None) -> list[Exchange]:
     with suppress(FileNotFoundError):
         return load_exchanges(os.path.join(start, EXCHANGES))
     return []
+
+
+def _load_kept_text(start: str | Path) -> str:
+    """Return the text that a memory keeps; "" for none."""
+    path = Path(start) / TEXT
+    return load_text(path) if path.is_file() else ""
 
 
 def _describe_run(

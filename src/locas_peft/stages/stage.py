@@ -15,7 +15,7 @@ from locas_settings import ReadSettings, StudySettings
 
 from ..asking import current_day, dated
 from ..bases import load_base
-from ..selfstudy import Exchange, SelfStudy, StudyStep
+from ..selfstudy import Exchange, Former, SelfStudy, StudyStep
 from ..text import digest_ids
 from ..ttt import (
     Anchor,
@@ -148,9 +148,8 @@ class Study(Stage):
         model, tokenizer: a causal LM with the adapter that learns, and its tokenizer.
         settings: complete ones.
         given: the exchanges that are learned, in place of those that the model would write.
-        earlier: the exchanges that the adapter has learned before.
-        reference: a frozen adapter, the memory as it was at the start; None for one that has
-            learned nothing yet: it then gets rows that tell the passages apart.
+        former: the memory that the study goes on with; None for a fresh one: it then gets rows that
+            tell the passages apart.
         compiled: whether the passes over lessons go through `torch.compile`.
     """
 
@@ -164,8 +163,7 @@ class Study(Stage):
         settings: StudySettings,
         *,
         given: Sequence[Exchange] | None = None,
-        earlier: Sequence[Exchange] = (),
-        reference: str | None = None,
+        former: Former | None = None,
         compiled: bool = False,
     ):
         self._model = model
@@ -180,8 +178,7 @@ class Study(Stage):
             input_ids,
             settings,
             given=given,
-            earlier=earlier,
-            reference=reference,
+            former=former,
             load_writer=load_writer,
             compiled=compiled,
         )
