@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from .documents import Document
 
 __all__ = [
     "LORA",
+    "LORA_ANCHORED",
     "ARTICLE",
     "READING",
     "STUDY",
@@ -56,6 +57,7 @@ class Recipe:
         adapter: "study" for a memory, "lora" for LoRA: the name of its settings in `Options`.
         start: makes the memory that is gone on with; None for a fresh adapter.
         lessons: the study that wrote what is taught; None for its own.
+        anchored: whether LoRA has the anchor of a memory's study, which is not its default.
         times: how often the text is read.
         reads: what is learned: the "text", its "article" or another "book".
     """
@@ -65,6 +67,7 @@ class Recipe:
     adapter: str = "study"
     start: "Recipe | None" = None
     lessons: "Recipe | None" = None
+    anchored: bool = False
     times: int = 1
     reads: str = "text"
 
@@ -82,6 +85,7 @@ STUDY = Recipe("study", "study")
 ARTICLE = Recipe("article", "read", reads="article")
 STUDY_AFTER_ARTICLE = Recipe("study-after-article", "study", start=ARTICLE)
 LORA = Recipe("lora", "study", "lora", lessons=STUDY)
+LORA_ANCHORED = Recipe("lora-anchor", "study", "lora", lessons=STUDY, anchored=True)
 
 
 class _Clock:
@@ -159,6 +163,8 @@ def _complete(bench: KnowledgeBench, recipe: Recipe, seed: int) -> Any:
     given: dict[str, Any] = {"method": bench.locas, **bench.options.study}
     if recipe.adapter == "lora":
         given = {"method": "lora", "r": LORA_WIDTH, **bench.options.lora}
+    if recipe.anchored:
+        given["anchor"] = complete(StudySettings(method=bench.locas), bench.base).anchor
     if recipe.kind == "study":
         return complete(StudySettings(seed=seed, **given), bench.base)
     # A study that goes on with the memory has its shape.
@@ -237,11 +243,16 @@ def _learn(
             shutil.copyfile(unit.memory / EXCHANGES, unit.path.with_suffix(LESSONS))
         return record
     # Readings after the first go on in place; they are short, and begin again after a kill.
-    place = Place(out=unit.memory, overwrite=True, title=document.title or document.name)
+    # The text is kept, as by `locas read`.
+    place = replace(place, checkpoint_dir=None, resume=False, kept_text=_decode(bench, ids))
     for _ in range(recipe.times):
         record = read(bench.base, ids, settings, place, tokenizer=bench.tokenizer, start=start)
         start = unit.memory
     return record
+
+
+def _decode(bench: KnowledgeBench, ids: Tensor) -> str:
+    return bench.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _find_memory(unit: Unit) -> Path:
