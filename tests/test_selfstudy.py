@@ -723,9 +723,10 @@ def test_the_anchors_texts_begin_with_the_answers_in_turns(loaded):
         with attached(base, settings_of("lora")) as model:
             learned = distillation.Distillation(model, tokenizer, given, settings)
             beginnings = learned._anchor.texts.settings["beginnings"]
-            texts = [learned._anchor.texts[number] for number in range(4)]
-        for beginning, ids in zip(beginnings, texts, strict=False):
-            assert ids[: len(beginning)].tolist() == beginning
+            spans = learned._list_spans([], [])
+        for beginning, (ids, count, passage) in zip(beginnings, spans, strict=True):
+            assert ids[: len(beginning)] == beginning and passage == -1
+            assert count == len(ids) - len(beginning), "rows are closed on what the base wrote"
         begins.append(beginnings)
     assert begins[0] == begins[1]
     whole = [beginning for beginning in begins[0] if beginning in answers]

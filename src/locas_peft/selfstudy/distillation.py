@@ -144,13 +144,16 @@ class Distillation:
         )
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
+        # The first token ids of the own texts.
+        self._beginnings: list[list[int]] = []
         if self._anchor_weight:
+            self._beginnings = self._draw_beginnings()
             own_text = OwnText(
                 model,
                 texts=OWN_TEXTS,
                 seed=settings.seed,
                 batch_size=OWN_TEXTS,
-                beginnings=self._draw_beginnings(),
+                beginnings=self._beginnings,
                 reference=self._reference,
             )
             self._anchor = Anchor(own_text, every=1, reference=self._reference)
@@ -248,7 +251,7 @@ class Distillation:
     def _list_spans(
         self, examples: Sequence[Example], passages: Sequence[int]
     ) -> list[tuple[list[int], int, int]]:
-        """Return the answers of examples, and the reference's own texts.
+        """Return the answers of examples, and the reference's own texts after their beginnings.
 
         Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
@@ -262,7 +265,8 @@ class Distillation:
         if self._anchor is not None:
             for number in range(OWN_TEXTS):
                 text = self._anchor.texts[number].tolist()
-                spans.append((text, len(text) - 1, -1))
+                count = len(text) - len(self._beginnings[number])
+                spans.append((text, count, -1))
         return spans
 
     def _learn(self, done: float) -> float:
