@@ -290,8 +290,9 @@ def study(
         base, input_ids, place, compiled, on_step: as for `read`.
         tokenizer: of the base.
         settings: completed here, where they are not.
-        start: a saved memory to go on with. A study keeps only a part of what was read.
-            The exchanges that it has learned before are learned again as far as they are lost.
+        start: a saved memory to go on with. It is loaded twice: the study is pulled to the memory
+            as it was. The exchanges that it has learned before are learned again as far as they are
+            lost.
         exchanges: studied in place of those that the model would write.
 
     Errors are those of `read`; a study that keeps no exchange is a `ValueError`, and nothing is
