@@ -1019,7 +1019,8 @@ def test_a_study_that_follows_a_reading_is_pulled_to_the_memory_as_it_was(
 ):
     settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
     out = tmp_path / "m"
-    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
+    kept = PAGE if anchor else None
+    read(loaded[0], input_ids, settings, Place(out=out, kept_text=kept), tokenizer=loaded[1])
     before = weights(out)
     opened = open_study(
         *loaded, input_ids, settings_of(anchor=anchor), Place(out=out), start=out, exchanges=GIVEN
@@ -1030,6 +1031,7 @@ def test_a_study_that_follows_a_reading_is_pulled_to_the_memory_as_it_was(
             pass
         learned = run.stage.study._distillation
         assert (learned._anchor and learned._anchor.reference) == (REFERENCE if anchor else None)
+        assert learned._former.text == (kept or "")
         former = get_peft_model_state_dict(
             model, adapter_name=REFERENCE, save_embedding_layers=False
         )
