@@ -745,7 +745,7 @@ def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(loa
     answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
     page = f"{PAGE} {PAGE}"
     ids = text.encode_text(tokenizer, page)
-    most = distillation.BEGINNING
+    most = distillation.FORMER_BEGINNING
     assert len(ids) > most
     for kept in ("", page):
         with attached(base, settings_of("lora")) as model:

@@ -45,8 +45,10 @@ ANSWERS = 4
 OWN_TEXTS = 16
 # Those of a pull.
 TEXTS_AT_ONCE = 2
-# The most tokens of an answer that such a text begins with.
-BEGINNING = 64
+# The most tokens of an answer that such a text begins with. With more, the answer is forgotten.
+BEGINNING = 16
+# The same of the former memory's text.
+FORMER_BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -184,11 +186,11 @@ class Distillation:
         return [sum(losses) / len(losses) for losses in passes]
 
     def _draw_beginnings(self) -> list[list[int]]:
-        """Return the first token ids of the own texts: answers, or parts of long ones, in turns.
+        """Return the first token ids of the own texts: parts of answers, in turns.
 
         An answer is to follow its questions, and not the words that it has in common with other
-        text. So the model reads the answer itself, and what may follow it, as before. Every second
-        text begins with a part of the former memory's text, if it keeps one.
+        text. So the model reads its words, and what may follow them, as before. Every second text
+        begins with a part of the former memory's text, if it keeps one.
         """
         generator = random.Random(self._seed)
         start = find_start_token(self._tokenizer)
@@ -196,15 +198,17 @@ class Distillation:
         for answer in dict.fromkeys(self._answers):
             answers.append(encode_text(self._tokenizer, answer))
         generator.shuffle(answers)
-        sources = [answers]
+        sources = [(answers, BEGINNING)]
         if self._former is not None and self._former.text:
-            sources.append([encode_text(self._tokenizer, self._former.text)])
+            kept = encode_text(self._tokenizer, self._former.text)
+            sources.append(([kept], FORMER_BEGINNING))
         beginnings = []
         for number in range(OWN_TEXTS):
             turn, kind = divmod(number, len(sources))
-            ids = sources[kind][turn % len(sources[kind])]
-            place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
-            beginning = ids[place : place + BEGINNING]
+            texts, most = sources[kind]
+            ids = texts[turn % len(texts)]
+            place = generator.randrange(max(1, len(ids) - most + 1))
+            beginning = ids[place : place + most]
             beginnings.append(beginning if start is None else [start, *beginning])
         return beginnings
 
