@@ -43,11 +43,10 @@ PROMPTS = 2048
 ANSWERS = 4
 # The reference's own texts, which pulls use in turns, and that discriminants are computed from.
 OWN_TEXTS = 16
-# Those of a pull.
-TEXTS_AT_ONCE = 2
-# The most tokens of an answer that such a text begins with. With more, the answer is forgotten.
-BEGINNING = 16
-# The same of the former memory's text.
+# The most tokens of an answer that such a text begins with. A fresh memory that keeps more of them
+# as they are, without a question, forgets its answers.
+BEGINNING = 2
+# The same of a memory that goes on, and of the text that it keeps.
 FORMER_BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
@@ -146,16 +145,15 @@ class Distillation:
         )
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
-        # The first token ids of the own texts.
-        self._beginnings: list[list[int]] = []
+        # How many own texts a pull uses.
+        self._texts_at_once = 1 if former is None else 2
         if self._anchor_weight:
-            self._beginnings = self._draw_beginnings()
             own_text = OwnText(
                 model,
                 texts=OWN_TEXTS,
                 seed=settings.seed,
                 batch_size=OWN_TEXTS,
-                beginnings=self._beginnings,
+                beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )
             self._anchor = Anchor(own_text, every=1, reference=self._reference)
@@ -186,27 +184,24 @@ class Distillation:
         return [sum(losses) / len(losses) for losses in passes]
 
     def _draw_beginnings(self) -> list[list[int]]:
-        """Return the first token ids of the own texts: parts of answers, in turns.
+        """Return the first token ids of the own texts: those of a place in an answer.
 
-        An answer is to follow its questions, and not the words that it has in common with other
-        text. So the model reads its words, and what may follow them, as before. Every second text
-        begins with a part of the former memory's text, if it keeps one.
+        The texts are then of the answers' language, kind and subject, where the memory would change
+        the reference's output most. Every second text of a memory that goes on begins with a part
+        of the text that it keeps.
         """
+        most = BEGINNING
+        kept: list[int] = []
+        if self._former is not None:
+            most = FORMER_BEGINNING
+            kept = encode_text(self._tokenizer, self._former.text)
         generator = random.Random(self._seed)
         start = find_start_token(self._tokenizer)
-        answers = []
-        for answer in dict.fromkeys(self._answers):
-            answers.append(encode_text(self._tokenizer, answer))
-        generator.shuffle(answers)
-        sources = [(answers, BEGINNING)]
-        if self._former is not None and self._former.text:
-            kept = encode_text(self._tokenizer, self._former.text)
-            sources.append(([kept], FORMER_BEGINNING))
         beginnings = []
         for number in range(OWN_TEXTS):
-            turn, kind = divmod(number, len(sources))
-            texts, most = sources[kind]
-            ids = texts[turn % len(texts)]
+            ids = kept
+            if not kept or number % 2 == 0:
+                ids = encode_text(self._tokenizer, generator.choice(self._answers))
             place = generator.randrange(max(1, len(ids) - most + 1))
             beginning = ids[place : place + most]
             beginnings.append(beginning if start is None else [start, *beginning])
@@ -255,7 +250,7 @@ class Distillation:
     def _list_spans(
         self, examples: Sequence[Example], passages: Sequence[int]
     ) -> list[tuple[list[int], int, int]]:
-        """Return the answers of examples, and the reference's own texts after their beginnings.
+        """Return the answers of examples, and the reference's own texts.
 
         Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
@@ -269,8 +264,7 @@ class Distillation:
         if self._anchor is not None:
             for number in range(OWN_TEXTS):
                 text = self._anchor.texts[number].tolist()
-                count = len(text) - len(self._beginnings[number])
-                spans.append((text, count, -1))
+                spans.append((text, len(text) - 1, -1))
         return spans
 
     def _learn(self, done: float) -> float:
@@ -340,8 +334,8 @@ class Distillation:
     def _measure_texts(self, anchor: Anchor, pull: int) -> Tensor:
         """Return KL(reference || student) on the own texts of a pull, the mean over tokens."""
         losses = []
-        for number in range(TEXTS_AT_ONCE):
-            text = anchor.text_of(TEXTS_AT_ONCE * pull + number)
+        for number in range(self._texts_at_once):
+            text = anchor.text_of(self._texts_at_once * pull + number)
             losses.append(anchor.loss(self._host, text))
         return torch.stack(losses).mean()
 
