@@ -161,6 +161,30 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     assert f"{studied}% of 35; without a memory {find_right('no memory')}%" in choice
 
 
+def find_article_change(host: str, row: str) -> float:
+    """The mean change of the article's perplexity by the memories of a row, in %."""
+    changes = []
+    memories = FOLDER / "knowledge" / host / "full" / "memories"
+    for path in memories.glob(f"*/{row}-seed0.article.json"):
+        figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+        changes.append(100 * (figures["perplexity"] / figures["base_perplexity"] - 1))
+    assert len(changes) == 7
+    return sum(changes) / len(changes)
+
+
+def test_what_a_study_does_to_its_article_is_that_of_the_results():
+    qwen = find_article_change(HOST, "study")
+    small = find_article_change("smollm2", "study")
+    lora = find_article_change("smollm2", "lora")
+    assert f"of its article by {qwen:.0f}%." in README
+    assert f"of the same article by {qwen:.0f}% [28, 50]" in RESULTS
+    assert (
+        f"of the same article rise by {small:.0f}% [21, 40] with Locas, by {lora:.0f}%" in RESULTS
+    )
+    page = (ROOT / "docs" / "concepts" / "study.md").read_text(encoding="utf-8")
+    assert f"passages of the same article by {small:.0f}% and {qwen:.0f}%" in page
+
+
 def list_baselines() -> list[list[str]]:
     """The rows of the table of other methods."""
     table = RESULTS.split("| | rate | parameters | perplexity | gain", 1)[1].split("\n\n")[0]
