@@ -176,7 +176,7 @@ def test_what_a_study_does_to_its_article_is_that_of_the_results():
     qwen = find_article_change(HOST, "study")
     small = find_article_change("smollm2", "study")
     lora = find_article_change("smollm2", "lora")
-    assert f"of its article by {qwen:.0f}%." in README
+    assert f"its article's by {qwen:.0f}%." in README
     assert f"of the same article by {qwen:.0f}% [28, 50]" in RESULTS
     assert (
         f"of the same article rise by {small:.0f}% [21, 40] with Locas, by {lora:.0f}%" in RESULTS
