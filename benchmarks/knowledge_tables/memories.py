@@ -244,15 +244,12 @@ def _learn(
         return record
     # Readings after the first go on in place; they are short, and begin again after a kill.
     # The text is kept, as by `locas read`.
-    place = replace(place, checkpoint_dir=None, resume=False, kept_text=_decode(bench, ids))
+    kept_text = bench.tokenizer.decode(ids, skip_special_tokens=True)
+    place = replace(place, checkpoint_dir=None, resume=False, kept_text=kept_text)
     for _ in range(recipe.times):
         record = read(bench.base, ids, settings, place, tokenizer=bench.tokenizer, start=start)
         start = unit.memory
     return record
-
-
-def _decode(bench: KnowledgeBench, ids: Tensor) -> str:
-    return bench.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _find_memory(unit: Unit) -> Path:

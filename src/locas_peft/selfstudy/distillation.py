@@ -62,7 +62,7 @@ class Former:
     Attributes:
         adapter: the name of its frozen copy in the model.
         exchanges: those that it has learned.
-        text: what it keeps of its texts; "" for nothing.
+        text: the text in its folder; "" for none.
     """
 
     adapter: str
