@@ -87,7 +87,7 @@ def test_a_text_after_a_beginning_follows_the_bases_distribution():
 
 
 @pytest.mark.parametrize("kind", ["locas", "lora"])
-def test_a_reference_adapter_writes_the_texts_and_is_what_the_anchor_pulls_to(kind):
+def test_a_reference_adapter_writes_the_texts_and_is_what_the_anchor_pulls_to(kind, caplog):
     model = make_model(kind)
     model.add_adapter("former", model.peft_config["default"])
     if kind == "locas":
@@ -102,17 +102,19 @@ def test_a_reference_adapter_writes_the_texts_and_is_what_the_anchor_pulls_to(ki
             weight.copy_(value)
     base_texts = write_own_text(model, texts=3, tokens=10)
     texts = OwnText(model, texts=3, tokens=10, batch_size=3, reference="former")
-    assert not torch.equal(texts[0], base_texts[0])
+    with caplog.at_level("INFO", logger="locas_peft"):
+        assert not torch.equal(texts[0], base_texts[0])
+    assert "the memory as it was writes texts for the anchor, 3 of 10" in caplog.text
     with_former = write_own_text(model, texts=3, tokens=10, reference="former")
     assert torch.equal(texts.written, with_former)
     model.set_adapter("default")
 
     host = CausalLM(model)
-    anchor = Anchor(texts, every=1, reference="former")
+    anchor = Anchor(texts, every=1)
     assert anchor.settings["reference"] == "former"
     with torch.no_grad():
         assert anchor.loss(host, anchor.text_of(0)).item() == 0
-        assert Anchor(texts, every=1).loss(host, texts[0][None]).item() > 0
+        assert Anchor(texts.written, every=1).loss(host, texts[0][None]).item() > 0
         for weight in own:
             weight.mul_(1.5)
     loss = anchor.loss(host, anchor.text_of(0))
@@ -363,6 +365,11 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
             lambda: make_anchor(weight=0.0),
             ValueError,
             "weight must be .* above 0, got 0.0: for none",
+        ),
+        (
+            lambda: Anchor(OwnText(make_model(), 4, 12), reference="former"),
+            ValueError,
+            "reference must be that of the OwnText, got .former. for the anchor: leave it out",
         ),
         (lambda: make_anchor(every=0), ValueError, r"every must be at least 1, got 0: raise it"),
         (

@@ -156,7 +156,7 @@ class Distillation:
                 beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )
-            self._anchor = Anchor(own_text, every=1, reference=self._reference)
+            self._anchor = Anchor(own_text, every=1)
         # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0

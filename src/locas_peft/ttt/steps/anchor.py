@@ -41,7 +41,8 @@ class Anchor(Step):
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
             over L - 1 tokens, or one forward pass less where a text returns.
-        reference: the frozen adapter that the KL is measured from; None for the base.
+        reference: the frozen adapter that the KL is measured from; None for the base. An `OwnText`
+            has its own, and takes none here.
 
     Raises:
         TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
@@ -56,7 +57,12 @@ class Anchor(Step):
         every: int = 4,
         reference: str | None = None,
     ):
-        if not isinstance(texts, OwnText):
+        if isinstance(texts, OwnText):
+            if reference is not None:
+                rule = "anchor reference must be that of the OwnText"
+                raise ValueError(f"{rule}, got {reference!r} for the anchor: leave it out")
+            reference = texts.reference
+        else:
             _check_texts(texts)
         if not 0 < weight < math.inf:
             rule = f"anchor weight must be a number above 0, got {weight}"
@@ -219,11 +225,11 @@ class OwnText:
         self._model = model
         self._seed = seed
         self._batch_size = batch_size
-        self._reference = reference
+        self.reference = reference
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that the texts depend on, but the model."""
+        """The arguments that the texts depend on, but the model and the reference."""
         texts, tokens = self.shape
         return {
             "texts": texts,
@@ -253,7 +259,7 @@ class OwnText:
         turns = range(begun, begun + count)
         beginnings = tuple(self._beginnings[turn % len(self._beginnings)] for turn in turns)
         arguments = tokens, seed, beginnings, level
-        batch = compute_once(self._model, _write_batch, *arguments, reference=self._reference)
+        batch = compute_once(self._model, _write_batch, *arguments, reference=self.reference)
         self.written = torch.cat([self.written, batch.to(self.written.device)])
 
 
@@ -307,8 +313,9 @@ def _write_batch(
     level: int,
     reference: str | None,
 ) -> Tensor:
-    message = "the base writes texts for the anchor, %d of %d tokens at a time"
-    _logger.log(level, message, len(beginnings), tokens)
+    writer = "the base" if reference is None else "the memory as it was"
+    message = "%s writes texts for the anchor, %d of %d tokens at a time"
+    _logger.log(level, message, writer, len(beginnings), tokens)
     return write_own_text(model, len(beginnings), tokens, seed, beginnings, reference)
 
 
