@@ -43,11 +43,8 @@ PROMPTS = 2048
 ANSWERS = 4
 # The reference's own texts, which pulls use in turns, and that discriminants are computed from.
 OWN_TEXTS = 16
-# The most tokens of an answer that such a text begins with. A fresh memory that keeps more of them
-# as they are, without a question, forgets its answers.
-BEGINNING = 2
-# The same of a memory that goes on, and of the text that it keeps.
-FORMER_BEGINNING = 64
+# The most tokens of an answer, or of the text that a memory keeps, that such a text begins with.
+BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -145,10 +142,11 @@ class Distillation:
         )
         self._anchor_weight = settings.anchor or 0.0
         self._anchor: Anchor | None = None
+        self._own_text: OwnText | None = None
         # How many own texts a pull uses.
         self._texts_at_once = 1 if former is None else 2
         if self._anchor_weight:
-            own_text = OwnText(
+            self._own_text = OwnText(
                 model,
                 texts=OWN_TEXTS,
                 seed=settings.seed,
@@ -156,7 +154,7 @@ class Distillation:
                 beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )
-            self._anchor = Anchor(own_text, every=1)
+            self._anchor = Anchor(self._own_text, every=1)
         # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0
@@ -184,26 +182,27 @@ class Distillation:
         return [sum(losses) / len(losses) for losses in passes]
 
     def _draw_beginnings(self) -> list[list[int]]:
-        """Return the first token ids of the own texts: those of a place in an answer.
+        """Return the first token ids of the own texts: parts of the answers, in turns.
 
-        The texts are then of the answers' language, kind and subject, where the memory would change
-        the reference's output most. Every second text of a memory that goes on begins with a part
-        of the text that it keeps.
+        What may follow these words without a question is then kept: the memory would go on with the
+        answer. Every second text of a memory that goes on begins with a part of the text that it
+        keeps.
         """
-        most = BEGINNING
-        kept: list[int] = []
-        if self._former is not None:
-            most = FORMER_BEGINNING
-            kept = encode_text(self._tokenizer, self._former.text)
         generator = random.Random(self._seed)
         start = find_start_token(self._tokenizer)
+        answers = []
+        for answer in dict.fromkeys(self._answers):
+            answers.append(encode_text(self._tokenizer, answer))
+        generator.shuffle(answers)
+        sources = [answers]
+        if self._former is not None and self._former.text:
+            sources.append([encode_text(self._tokenizer, self._former.text)])
         beginnings = []
         for number in range(OWN_TEXTS):
-            ids = kept
-            if not kept or number % 2 == 0:
-                ids = encode_text(self._tokenizer, generator.choice(self._answers))
-            place = generator.randrange(max(1, len(ids) - most + 1))
-            beginning = ids[place : place + most]
+            turn, kind = divmod(number, len(sources))
+            ids = sources[kind][turn % len(sources[kind])]
+            place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
+            beginning = ids[place : place + BEGINNING]
             beginnings.append(beginning if start is None else [start, *beginning])
         return beginnings
 
@@ -250,7 +249,7 @@ class Distillation:
     def _list_spans(
         self, examples: Sequence[Example], passages: Sequence[int]
     ) -> list[tuple[list[int], int, int]]:
-        """Return the answers of examples, and the reference's own texts.
+        """Return the answers of examples, and what the reference wrote of its own texts.
 
         Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
@@ -261,10 +260,10 @@ class Distillation:
             count = len(example.answer) - 1
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
-        if self._anchor is not None:
+        if self._own_text is not None:
             for number in range(OWN_TEXTS):
-                text = self._anchor.texts[number].tolist()
-                spans.append((text, len(text) - 1, -1))
+                text = self._own_text[number].tolist()
+                spans.append((text, len(text) - self._own_text.count_begun(number), -1))
         return spans
 
     def _learn(self, done: float) -> float:
@@ -333,10 +332,10 @@ class Distillation:
 
     def _measure_texts(self, anchor: Anchor, pull: int) -> Tensor:
         """Return KL(reference || student) on the own texts of a pull, the mean over tokens."""
+        first = self._texts_at_once * pull
         losses = []
-        for number in range(self._texts_at_once):
-            text = anchor.text_of(self._texts_at_once * pull + number)
-            losses.append(anchor.loss(self._host, text))
+        for number in range(first, first + self._texts_at_once):
+            losses.append(anchor.loss(self._host, number % OWN_TEXTS))
         return torch.stack(losses).mean()
 
     def _measure(self, examples: Sequence[Example]) -> list[Tensor]:

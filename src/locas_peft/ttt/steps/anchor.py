@@ -72,8 +72,6 @@ class Anchor(Step):
         self.weight = weight
         self.every = every
         self.reference = reference
-        # By index, the texts [1, L] that were used.
-        self._used: dict[int, Tensor] = {}
         self._logits: _ReferenceLogits | None = None
 
     @property
@@ -100,25 +98,27 @@ class Anchor(Step):
             raise ValueError(f"{rule}, got {length} tokens: write shorter ones")
 
     def before_optimizer_step(self, trainer: TestTimeTrainer) -> None:
-        text = self.text_of(trainer.learner.steps)
-        if text is not None:
-            self.loss(trainer.host, text).backward()
+        number = self.number_of(trainer.learner.steps)
+        if number is not None:
+            self.loss(trainer.host, number).backward()
 
-    def text_of(self, step: int) -> Tensor | None:
-        """Return the text [1, L] of optimizer step `step`, from 0; None for no pull."""
+    def number_of(self, step: int) -> int | None:
+        """Return the number of the text of optimizer step `step`, both from 0; None for no pull."""
         pull, remainder = divmod(step, self.every)
         if remainder < self.every - 1:
             return None
-        index = pull % len(self.texts)
-        if index not in self._used:
-            self._used[index] = self.texts[index][None]
-        return self._used[index]
+        return pull % len(self.texts)
 
-    def loss(self, host: CausalLM, text: Tensor) -> Tensor:
-        """Return the weighted divergence from the reference on a text [1, L], a scalar in nats."""
-        ids = text.to(host.device)[:, :-1]
-        count = ids.shape[1]
-        reference_logits = self._find_logits(host).compute(ids, self._find_index(text))
+    def loss(self, host: CausalLM, number: int) -> Tensor:
+        """Return the weighted divergence from the reference on text `number`, a scalar in nats.
+
+        It is the mean over the tokens that the reference wrote: all but the text's beginning.
+        """
+        ids = self.texts[number][None, :-1].to(host.device)
+        begun = self.texts.count_begun(number) if isinstance(self.texts, OwnText) else 1
+        # The logits at a place are those of the next token.
+        count = ids.shape[1] - begun + 1
+        reference_logits = self._find_logits(host).compute(ids, count, number)
         logits = host.logits(ids, count, use_cache=False)[0]
         return self.weight * self.every * divergences(logits, reference_logits).mean()
 
@@ -126,13 +126,6 @@ class Anchor(Step):
         if self._logits is None or not self._logits.is_of(host):
             self._logits = _ReferenceLogits(host, self.reference)
         return self._logits
-
-    def _find_index(self, text: Tensor) -> int | None:
-        """Return the index of a text that `text_of` returned; None for another one."""
-        for index, used in self._used.items():
-            if used is text:
-                return index
-        return None
 
 
 class _ReferenceLogits:
@@ -161,28 +154,28 @@ class _ReferenceLogits:
         return host.model is self._host.model and not self._adapters.were_switched()
 
     @torch.no_grad()
-    def compute(self, ids: Tensor, index: int | None) -> Tensor:
-        """Return the logits [n, V] of tokens [1, n], which are the text `index`, if not None."""
+    def compute(self, ids: Tensor, count: int, number: int) -> Tensor:
+        """Return the logits [count, V] at the last of the ids [1, n] of text `number`."""
         with self._adapters.referring_to(self._reference):
-            if index is None or self._keeps is False:
-                return self._host.logits(ids, ids.shape[1], use_cache=False)[0]
-            if index in self._hidden:
-                return self._head(self._hidden[index])[0]
-            return self._compute_and_keep(ids, index)
+            if number in self._hidden:
+                return self._head(self._hidden[number])[0]
+            if self._keeps is False:
+                return self._host.logits(ids, count, use_cache=False)[0]
+            return self._compute_and_keep(ids, count, number)
 
-    def _compute_and_keep(self, ids: Tensor, index: int) -> Tensor:
+    def _compute_and_keep(self, ids: Tensor, count: int, number: int) -> Tensor:
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple) -> None:
             seen.append(args[0])
 
         with self._head.register_forward_pre_hook(keep):
-            logits = self._host.logits(ids, ids.shape[1], use_cache=False)[0]
+            logits = self._host.logits(ids, count, use_cache=False)[0]
         if self._keeps is None:
             # Some families scale or bound what the head returns.
             self._keeps = len(seen) == 1 and torch.equal(self._head(seen[0])[0], logits)
         if self._keeps:
-            self._hidden[index] = seen[0]
+            self._hidden[number] = seen[0]
         return logits
 
 
@@ -242,6 +235,10 @@ class OwnText:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def count_begun(self, number: int) -> int:
+        """Return how many tokens of text `number` are its beginning."""
+        return len(self._beginnings[number % len(self._beginnings)])
+
     def __getitem__(self, index: int) -> Tensor:
         """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
         while len(self.written) <= index:
@@ -281,7 +278,7 @@ def write_own_text(
         model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
         tokens: L, those of the beginning included; within the model's positions.
-        beginnings: token ids, 1 to L of each, that the texts begin with, in turns. None for the
+        beginnings: token ids, 1 to L - 1 of each, that the texts begin with, in turns. None for the
             model's start-of-text token. With the first words of some text, the samples are of its
             language and kind.
         reference: the adapter that writes, with the base; None for the base alone.
@@ -327,8 +324,8 @@ def _complete_beginnings(
         return ((_find_first_token(host),),)
     complete = tuple(map(tuple, beginnings))
     lengths = [len(beginning) for beginning in complete] or [0]
-    if not 1 <= min(lengths) <= max(lengths) <= tokens:
-        rule = f"beginnings must have 1 to {tokens} tokens each"
+    if not 1 <= min(lengths) <= max(lengths) < tokens:
+        rule = f"beginnings must have 1 to {tokens - 1} tokens each"
         raise ValueError(f"{rule}, got {min(lengths)} to {max(lengths)}: give others, or none")
     return complete
 
