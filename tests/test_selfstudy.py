@@ -718,7 +718,7 @@ def test_the_anchors_texts_go_on_from_the_answers_in_turns(loaded, input_ids):
     for _ in range(2):
         with attached(base, settings_of("lora")) as model:
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            texts = learned._anchor.texts
+            texts = learned._own_text
             written = [texts[number].tolist() for number in range(len(texts))]
             begins.append(texts.settings["beginnings"])
             # Rows that tell passages apart take what the base wrote for other text.
@@ -731,26 +731,28 @@ def test_the_anchors_texts_go_on_from_the_answers_in_turns(loaded, input_ids):
     assert begins[0] == begins[1]
 
 
-def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(loaded):
+def test_a_memory_that_goes_on_is_pulled_to_itself_on_the_text_that_it_keeps(loaded):
     base, tokenizer = loaded
     settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0)
-    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
-    page = f"{PAGE} {PAGE}"
+    page = " ".join([PAGE] * 3)
     ids = text.encode_text(tokenizer, page)
-    most = distillation.BEGINNING
+    most = distillation.TEXT_TOKENS
     assert len(ids) > most
-    for kept in ("", page):
+    found = {}
+    for kept in ("", "A", PAGE, page):
         with attached(base, settings_of("lora")) as model:
             former = distillation.Former("default", text=kept)
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings, former=former)
-            beginnings = learned._anchor.texts.settings["beginnings"]
-        assert [beginning in answers for beginning in beginnings[::2]] == [True] * 8
-        for beginning in beginnings[1::2]:
-            if kept:
-                places = range(len(ids) - most + 1)
-                assert any(beginning == ids[place : place + most] for place in places)
-            else:
-                assert beginning in answers
+        assert {anchor.reference for anchor in learned._anchors} == {"default"}
+        found[kept] = [anchor.texts for anchor in learned._anchors[1:]]
+    assert found[""] == found["A"] == []
+    short = text.encode_text(tokenizer, PAGE)
+    assert found[PAGE][0].tolist() == [short] * distillation.TEXTS
+    (parts,) = found[page]
+    assert parts.shape == (distillation.TEXTS, most)
+    places = [ids[place : place + most] for place in range(len(ids) - most + 1)]
+    assert all(part in places for part in parts.tolist())
+    assert len({tuple(part) for part in parts.tolist()}) > distillation.TEXTS // 2
 
 
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):

@@ -41,9 +41,12 @@ PULL_EVERY = 4
 PROMPTS = 2048
 # The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-# The reference's own texts, which pulls use in turns, and that discriminants are computed from.
-OWN_TEXTS = 16
-# The most tokens of an answer, or of the text that a memory keeps, that such a text begins with.
+# The reference's own texts, which pulls use in turns, and that discriminants are computed from. Of
+# the text that a memory keeps, so many parts are used likewise.
+TEXTS = 16
+# The tokens of such a text or part.
+TEXT_TOKENS = 128
+# The most tokens of an answer that an own text begins with.
 BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
@@ -141,20 +144,24 @@ class Distillation:
             lambda: trained_parameters(model), settings.learning_rate, WARMUP_STEPS, beta=BETA
         )
         self._anchor_weight = settings.anchor or 0.0
-        self._anchor: Anchor | None = None
         self._own_text: OwnText | None = None
-        # How many own texts a pull uses.
-        self._texts_at_once = 1 if former is None else 2
+        self._anchors: list[Anchor] = []
         if self._anchor_weight:
             self._own_text = OwnText(
                 model,
-                texts=OWN_TEXTS,
+                texts=TEXTS,
+                tokens=TEXT_TOKENS,
                 seed=settings.seed,
-                batch_size=OWN_TEXTS,
+                batch_size=TEXTS,
                 beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )
-            self._anchor = Anchor(self._own_text, every=1)
+            self._anchors.append(Anchor(self._own_text, every=1))
+            if former is not None:
+                parts = self._draw_parts(former.text)
+                # No text, and a text of one token, have nothing to keep.
+                if parts.shape[1] > 1:
+                    self._anchors.append(Anchor(parts, every=1, reference=former.adapter))
         # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0
@@ -185,26 +192,28 @@ class Distillation:
         """Return the first token ids of the own texts: parts of the answers, in turns.
 
         What may follow these words without a question is then kept: the memory would go on with the
-        answer. Every second text of a memory that goes on begins with a part of the text that it
-        keeps.
+        answer.
         """
+        answers = list(dict.fromkeys(self._answers))
         generator = random.Random(self._seed)
-        start = find_start_token(self._tokenizer)
-        answers = []
-        for answer in dict.fromkeys(self._answers):
-            answers.append(encode_text(self._tokenizer, answer))
         generator.shuffle(answers)
-        sources = [answers]
-        if self._former is not None and self._former.text:
-            sources.append([encode_text(self._tokenizer, self._former.text)])
         beginnings = []
-        for number in range(OWN_TEXTS):
-            turn, kind = divmod(number, len(sources))
-            ids = sources[kind][turn % len(sources[kind])]
-            place = generator.randrange(max(1, len(ids) - BEGINNING + 1))
-            beginning = ids[place : place + BEGINNING]
-            beginnings.append(beginning if start is None else [start, *beginning])
+        for number in range(TEXTS):
+            ids = encode_text(self._tokenizer, answers[number % len(answers)])
+            beginnings.append(self._draw_part(ids, BEGINNING, generator))
         return beginnings
+
+    def _draw_parts(self, text: str) -> Tensor:
+        """Return parts of the text that a memory keeps, LongTensor [`TEXTS`, tokens]."""
+        ids = encode_text(self._tokenizer, text)
+        generator = random.Random(self._seed)
+        return torch.tensor([self._draw_part(ids, TEXT_TOKENS, generator) for _ in range(TEXTS)])
+
+    def _draw_part(self, ids: list[int], most: int, generator: random.Random) -> list[int]:
+        """Return at most so many token ids, from a place at random, after the start token."""
+        place = generator.randrange(max(1, len(ids) - most + 1))
+        start = find_start_token(self._tokenizer)
+        return [*([] if start is None else [start]), *ids[place : place + most]]
 
     def begin(self) -> None:
         """Prepare for the steps that are left."""
@@ -261,7 +270,7 @@ class Distillation:
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
         if self._own_text is not None:
-            for number in range(OWN_TEXTS):
+            for number in range(TEXTS):
                 text = self._own_text[number].tolist()
                 spans.append((text, len(text) - self._own_text.count_begun(number), -1))
         return spans
@@ -282,9 +291,9 @@ class Distillation:
         losses = all_losses[: len(examples)]
         loss = torch.cat(losses).mean()
         objective = loss
-        if weight and self._anchor is not None:
+        if weight:
             others_loss = torch.cat(all_losses[len(examples) :]).mean()
-            objective = loss + weight * (others_loss + self._measure_texts(self._anchor, pull))
+            objective = loss + weight * (others_loss + self._measure_texts(pull))
         objective.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than
         # the others.
@@ -313,7 +322,7 @@ class Distillation:
 
     def _list_others(self) -> list[Example]:
         """Return the other questions, with the reference's answers; none without an anchor."""
-        if self._anchor is None or self._others:
+        if not self._anchors or self._others:
             return self._others
         arguments = self._tokenizer, self._seed, current_day()
         lessons = compute_once(
@@ -330,12 +339,9 @@ class Distillation:
         first = pull * BATCH
         return [others[number % len(others)] for number in range(first, first + BATCH)]
 
-    def _measure_texts(self, anchor: Anchor, pull: int) -> Tensor:
-        """Return KL(reference || student) on the own texts of a pull, the mean over tokens."""
-        first = self._texts_at_once * pull
-        losses = []
-        for number in range(first, first + self._texts_at_once):
-            losses.append(anchor.loss(self._host, number % OWN_TEXTS))
+    def _measure_texts(self, pull: int) -> Tensor:
+        """Return KL(reference || student) on the texts of a pull, the mean over tokens."""
+        losses = [anchor.loss(self._host, pull % TEXTS) for anchor in self._anchors]
         return torch.stack(losses).mean()
 
     def _measure(self, examples: Sequence[Example]) -> list[Tensor]:
