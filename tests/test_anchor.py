@@ -63,16 +63,17 @@ def test_own_text_goes_on_from_the_beginnings_that_are_given(family):
     assert torch.equal(pairs.written[:2], write_own_text(base, 2, 6, 0, beginnings))
     others = OwnText(base, texts=3, tokens=6, batch_size=2, beginnings=[[5]])
     assert pairs.settings["beginnings"] == beginnings and others.settings != pairs.settings
-    assert [pairs.count_begun(number) for number in range(3)] == [1, 3, 1]
+    whole = write_own_text(base, texts=1, tokens=3, beginnings=beginnings[1:])
+    assert whole.tolist() == [[6, 7, 8]]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(base.config, name, None)
         setattr(base.generation_config, name, None)
     assert write_own_text(base, texts=2, tokens=4, beginnings=[[5]]).shape == (2, 4)
 
 
-@pytest.mark.parametrize("beginnings", [[], [[]], [[1], [1, 2, 3]]])
+@pytest.mark.parametrize("beginnings", [[], [[]], [[1], [1, 2, 3, 4]]])
 def test_beginnings_of_another_length_are_named(beginnings):
-    with pytest.raises(ValueError, match="beginnings must have 1 to 2 tokens each, got [01] to"):
+    with pytest.raises(ValueError, match="beginnings must have 1 to 3 tokens each, got [01] to"):
         OwnText(make_host("llama"), tokens=3, beginnings=beginnings)
 
 
@@ -234,23 +235,24 @@ def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
             torch.testing.assert_close(parameter.detach(), before[name] - 0.1 * gradients[name])
 
 
-def test_the_divergence_is_that_on_what_follows_a_texts_beginning():
+def test_the_divergence_is_measured_at_the_end_of_a_text():
     model = make_model("lora")
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
-    texts = OwnText(model, texts=2, tokens=9, batch_size=2, beginnings=[[5], [7, 6, 5, 8]])
-    anchor = Anchor(texts, every=1)
+    texts = torch.stack([make_ids(9, seed) for seed in (5, 6)])
+    host = CausalLM(model)
     with torch.no_grad():
-        for number, begun in enumerate((1, 4)):
-            ids = texts[number][None, :-1]
-            found = anchor.loss(CausalLM(model), number)
-            logits = model(input_ids=ids).logits[0, begun - 1 :]
-            with model.disable_adapter():
-                reference_logits = model(input_ids=ids).logits[0, begun - 1 :]
-            assert len(logits) == 9 - begun
-            torch.testing.assert_close(found, divergences(logits, reference_logits).mean())
-            assert torch.equal(found, anchor.loss(CausalLM(model), number))
+        for measured in (None, 1, 5, 8):
+            anchor = Anchor(texts, every=1, measured=measured)
+            assert anchor.settings["measured"] == measured
+            for number, text in enumerate(texts):
+                found = anchor.loss(host, number)
+                logits = model(input_ids=text[None, :-1]).logits[0, -(measured or 8) :]
+                with model.disable_adapter():
+                    base_logits = model(input_ids=text[None, :-1]).logits[0, -(measured or 8) :]
+                torch.testing.assert_close(found, divergences(logits, base_logits).mean())
+                assert torch.equal(found, anchor.loss(host, number))
 
 
 def test_scores_before_the_first_pull_are_those_without_an_anchor():
@@ -387,6 +389,12 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
             ValueError,
             "reference must be that of the OwnText, got .former. for the anchor: leave it out",
         ),
+        (
+            lambda: make_anchor(measured=12),
+            ValueError,
+            "measured must be at most 11, for its texts, got 12: lower it, or leave it out",
+        ),
+        (lambda: make_anchor(measured=0), ValueError, "measured must be at least 1, got 0: "),
         (lambda: make_anchor(every=0), ValueError, r"every must be at least 1, got 0: raise it"),
         (
             lambda: make_trainer(steps=[Anchor(torch.full((1, 4), VOCABULARY))]),

@@ -718,9 +718,9 @@ def test_the_anchors_texts_go_on_from_the_answers_in_turns(loaded, input_ids):
     for _ in range(2):
         with attached(base, settings_of("lora")) as model:
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            texts = learned._own_text
+            texts = learned._anchors[0].texts
             written = [texts[number].tolist() for number in range(len(texts))]
-            begins.append(texts.settings["beginnings"])
+            begins.append(learned._beginnings)
             # Rows that tell passages apart take what the base wrote for other text.
             spans = learned._list_spans([], [])
         for number, beginning in enumerate(begins[-1]):

@@ -48,6 +48,9 @@ TEXTS = 16
 TEXT_TOKENS = 128
 # The most tokens of an answer that an own text begins with.
 BEGINNING = 64
+# The last tokens of an own text, on which the divergence is measured. Those before have the words of
+# an answer and what follows them, which the memory is to know.
+MEASURED = TEXT_TOKENS - BEGINNING - 1
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -144,19 +147,21 @@ class Distillation:
             lambda: trained_parameters(model), settings.learning_rate, WARMUP_STEPS, beta=BETA
         )
         self._anchor_weight = settings.anchor or 0.0
-        self._own_text: OwnText | None = None
+        # The first token ids of the own texts.
+        self._beginnings: list[list[int]] = []
         self._anchors: list[Anchor] = []
         if self._anchor_weight:
-            self._own_text = OwnText(
+            self._beginnings = self._draw_beginnings()
+            own_text = OwnText(
                 model,
                 texts=TEXTS,
                 tokens=TEXT_TOKENS,
                 seed=settings.seed,
                 batch_size=TEXTS,
-                beginnings=self._draw_beginnings(),
+                beginnings=self._beginnings,
                 reference=self._reference,
             )
-            self._anchors.append(Anchor(self._own_text, every=1))
+            self._anchors.append(Anchor(own_text, every=1, measured=MEASURED))
             if former is not None:
                 parts = self._draw_parts(former.text)
                 # No text, and a text of one token, have nothing to keep.
@@ -269,10 +274,9 @@ class Distillation:
             count = len(example.answer) - 1
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
-        if self._own_text is not None:
-            for number in range(TEXTS):
-                text = self._own_text[number].tolist()
-                spans.append((text, len(text) - self._own_text.count_begun(number), -1))
+        for number, beginning in enumerate(self._beginnings):
+            text = self._anchors[0].texts[number].tolist()
+            spans.append((text, len(text) - len(beginning), -1))
         return spans
 
     def _learn(self, done: float) -> float:

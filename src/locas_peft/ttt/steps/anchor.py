@@ -37,12 +37,13 @@ class Anchor(Step):
 
     Args:
         texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
-        weight: of KL(reference || with the adapter), the mean over L - 1 tokens in nats, beside the
+        weight: of KL(reference || with the adapter), the mean over tokens in nats, beside the
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
             over L - 1 tokens, or one forward pass less where a text returns.
         reference: the frozen adapter that the KL is measured from; None for the base. An `OwnText`
             has its own, and takes none here.
+        measured: how many tokens at the end of each text the KL is the mean over; None for L - 1.
 
     Raises:
         TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
@@ -56,6 +57,7 @@ class Anchor(Step):
         weight: float = 1.0,
         every: int = 4,
         reference: str | None = None,
+        measured: int | None = None,
     ):
         if isinstance(texts, OwnText):
             if reference is not None:
@@ -68,10 +70,16 @@ class Anchor(Step):
             rule = f"anchor weight must be a number above 0, got {weight}"
             raise ValueError(f"{rule}: for none, give no anchor")
         check_whole("anchor every", every, 1)
+        if measured is not None:
+            check_whole("anchor measured", measured, 1)
+            if measured >= texts.shape[1]:
+                rule = f"anchor measured must be at most {texts.shape[1] - 1}, for its texts"
+                raise ValueError(f"{rule}, got {measured}: lower it, or leave it out")
         self.texts = texts
         self.weight = weight
         self.every = every
         self.reference = reference
+        self.measured = measured
         self._logits: _ReferenceLogits | None = None
 
     @property
@@ -81,7 +89,7 @@ class Anchor(Step):
             texts = self.texts.settings
         else:
             texts = {"sha256": digest_ids(self.texts)}
-        numbers = {"weight": self.weight, "every": self.every}
+        numbers = {"weight": self.weight, "every": self.every, "measured": self.measured}
         return {**numbers, "reference": self.reference, "texts": texts}
 
     def check(self, trainer: TestTimeTrainer) -> None:
@@ -110,14 +118,9 @@ class Anchor(Step):
         return pull % len(self.texts)
 
     def loss(self, host: CausalLM, number: int) -> Tensor:
-        """Return the weighted divergence from the reference on text `number`, a scalar in nats.
-
-        It is the mean over the tokens that the reference wrote: all but the text's beginning.
-        """
+        """Return the weighted divergence from the reference on text `number`, a scalar in nats."""
         ids = self.texts[number][None, :-1].to(host.device)
-        begun = self.texts.count_begun(number) if isinstance(self.texts, OwnText) else 1
-        # The logits at a place are those of the next token.
-        count = ids.shape[1] - begun + 1
+        count = self.measured or ids.shape[1]
         reference_logits = self._find_logits(host).compute(ids, count, number)
         logits = host.logits(ids, count, use_cache=False)[0]
         return self.weight * self.every * divergences(logits, reference_logits).mean()
@@ -235,10 +238,6 @@ class OwnText:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def count_begun(self, number: int) -> int:
-        """Return how many tokens of text `number` are its beginning."""
-        return len(self._beginnings[number % len(self._beginnings)])
-
     def __getitem__(self, index: int) -> Tensor:
         """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
         while len(self.written) <= index:
@@ -278,7 +277,7 @@ def write_own_text(
         model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
         tokens: L, those of the beginning included; within the model's positions.
-        beginnings: token ids, 1 to L - 1 of each, that the texts begin with, in turns. None for the
+        beginnings: token ids, 1 to L of each, that the texts begin with, in turns. None for the
             model's start-of-text token. With the first words of some text, the samples are of its
             language and kind.
         reference: the adapter that writes, with the base; None for the base alone.
@@ -324,8 +323,8 @@ def _complete_beginnings(
         return ((_find_first_token(host),),)
     complete = tuple(map(tuple, beginnings))
     lengths = [len(beginning) for beginning in complete] or [0]
-    if not 1 <= min(lengths) <= max(lengths) < tokens:
-        rule = f"beginnings must have 1 to {tokens - 1} tokens each"
+    if not 1 <= min(lengths) <= max(lengths) <= tokens:
+        rule = f"beginnings must have 1 to {tokens} tokens each"
         raise ValueError(f"{rule}, got {min(lengths)} to {max(lengths)}: give others, or none")
     return complete
 
