@@ -235,26 +235,6 @@ def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
             torch.testing.assert_close(parameter.detach(), before[name] - 0.1 * gradients[name])
 
 
-def test_the_divergence_is_measured_at_the_end_of_a_text():
-    model = make_model("lora")
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.3)
-    texts = torch.stack([make_ids(9, seed) for seed in (5, 6)])
-    host = CausalLM(model)
-    with torch.no_grad():
-        for measured in (None, 1, 5, 8):
-            anchor = Anchor(texts, every=1, measured=measured)
-            assert anchor.settings["measured"] == measured
-            for number, text in enumerate(texts):
-                found = anchor.loss(host, number)
-                logits = model(input_ids=text[None, :-1]).logits[0, -(measured or 8) :]
-                with model.disable_adapter():
-                    base_logits = model(input_ids=text[None, :-1]).logits[0, -(measured or 8) :]
-                torch.testing.assert_close(found, divergences(logits, base_logits).mean())
-                assert torch.equal(found, anchor.loss(host, number))
-
-
 def test_scores_before_the_first_pull_are_those_without_an_anchor():
     free, held = (
         read(make_trainer(steps=steps), make_ids(48)) for steps in ([], [make_anchor(every=3)])
@@ -389,12 +369,6 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
             ValueError,
             "reference must be that of the OwnText, got .former. for the anchor: leave it out",
         ),
-        (
-            lambda: make_anchor(measured=12),
-            ValueError,
-            "measured must be at most 11, for its texts, got 12: lower it, or leave it out",
-        ),
-        (lambda: make_anchor(measured=0), ValueError, "measured must be at least 1, got 0: "),
         (lambda: make_anchor(every=0), ValueError, r"every must be at least 1, got 0: raise it"),
         (
             lambda: make_trainer(steps=[Anchor(torch.full((1, 4), VOCABULARY))]),

@@ -710,49 +710,44 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
-def test_the_anchors_texts_go_on_from_the_answers_in_turns(loaded, input_ids):
+def test_the_anchors_texts_begin_with_words_of_the_answers(loaded, input_ids):
     base, tokenizer = loaded
     settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0, seed=3)
-    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
     begins = []
     for _ in range(2):
         with attached(base, settings_of("lora")) as model:
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            texts = learned._anchors[0].texts
-            written = [texts[number].tolist() for number in range(len(texts))]
-            begins.append(learned._beginnings)
-            # Rows that tell passages apart take what the base wrote for other text.
-            spans = learned._list_spans([], [])
-        for number, beginning in enumerate(begins[-1]):
-            assert beginning in answers
-            assert written[number][: len(beginning)] == beginning
-            assert spans[number] == (written[number], 128 - len(beginning), -1)
-        assert [begins[-1].count(ids) for ids in answers] == [len(written) / len(answers)] * 2
+            texts = learned._anchor.texts
+            written = [texts[number] for number in range(len(texts))]
+        begins.append([ids[: distillation.BEGINNING].tolist() for ids in written])
+        answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
+        for begin in begins[-1]:
+            assert any(begin == ids[at : at + 2] for ids in answers for at in range(len(ids) - 1))
+        places = sum(len(ids) - 1 for ids in answers)
+        assert len({tuple(begin) for begin in begins[-1]}) == places
     assert begins[0] == begins[1]
 
 
-def test_a_memory_that_goes_on_is_pulled_to_itself_on_the_text_that_it_keeps(loaded):
+def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(loaded):
     base, tokenizer = loaded
     settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0)
-    page = " ".join([PAGE] * 3)
+    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
+    page = f"{PAGE} {PAGE}"
     ids = text.encode_text(tokenizer, page)
-    most = distillation.TEXT_TOKENS
+    most = distillation.FORMER_BEGINNING
     assert len(ids) > most
-    found = {}
-    for kept in ("", "A", PAGE, page):
+    for kept in ("", page):
         with attached(base, settings_of("lora")) as model:
             former = distillation.Former("default", text=kept)
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings, former=former)
-        assert {anchor.reference for anchor in learned._anchors} == {"default"}
-        found[kept] = [anchor.texts for anchor in learned._anchors[1:]]
-    assert found[""] == found["A"] == []
-    short = text.encode_text(tokenizer, PAGE)
-    assert found[PAGE][0].tolist() == [short] * distillation.TEXTS
-    (parts,) = found[page]
-    assert parts.shape == (distillation.TEXTS, most)
-    places = [ids[place : place + most] for place in range(len(ids) - most + 1)]
-    assert all(part in places for part in parts.tolist())
-    assert len({tuple(part) for part in parts.tolist()}) > distillation.TEXTS // 2
+            beginnings = learned._anchor.texts.settings["beginnings"]
+        assert [beginning in answers for beginning in beginnings[::2]] == [True] * 8
+        for beginning in beginnings[1::2]:
+            if kept:
+                places = range(len(ids) - most + 1)
+                assert any(beginning == ids[place : place + most] for place in places)
+            else:
+                assert beginning in answers
 
 
 def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):

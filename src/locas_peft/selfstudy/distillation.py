@@ -41,16 +41,13 @@ PULL_EVERY = 4
 PROMPTS = 2048
 # The most answers with one passage that discriminants are computed from.
 ANSWERS = 4
-# The reference's own texts, which pulls use in turns, and that discriminants are computed from. Of
-# the text that a memory keeps, so many parts are used likewise.
-TEXTS = 16
-# The tokens of such a text or part.
-TEXT_TOKENS = 128
-# The most tokens of an answer that an own text begins with.
-BEGINNING = 64
-# The last tokens of an own text, on which the divergence is measured. Those before have the words of
-# an answer and what follows them, which the memory is to know.
-MEASURED = TEXT_TOKENS - BEGINNING - 1
+# The reference's own texts, which pulls use in turns, and that discriminants are computed from.
+OWN_TEXTS = 16
+# The most tokens of an answer that such a text begins with. A fresh memory that keeps more of them
+# as they are, without a question, forgets its answers.
+BEGINNING = 2
+# The same of a memory that goes on, and of the text that it keeps.
+FORMER_BEGINNING = 64
 # Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall.
 BETA = 0.98
 # Where the model is compiled, lengths are multiples of it: one graph serves many batches.
@@ -147,26 +144,19 @@ class Distillation:
             lambda: trained_parameters(model), settings.learning_rate, WARMUP_STEPS, beta=BETA
         )
         self._anchor_weight = settings.anchor or 0.0
-        # The first token ids of the own texts.
-        self._beginnings: list[list[int]] = []
-        self._anchors: list[Anchor] = []
+        self._anchor: Anchor | None = None
+        # How many own texts a pull uses.
+        self._texts_at_once = 1 if former is None else 2
         if self._anchor_weight:
-            self._beginnings = self._draw_beginnings()
             own_text = OwnText(
                 model,
-                texts=TEXTS,
-                tokens=TEXT_TOKENS,
+                texts=OWN_TEXTS,
                 seed=settings.seed,
-                batch_size=TEXTS,
-                beginnings=self._beginnings,
+                batch_size=OWN_TEXTS,
+                beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )
-            self._anchors.append(Anchor(own_text, every=1, measured=MEASURED))
-            if former is not None:
-                parts = self._draw_parts(former.text)
-                # No text, and a text of one token, have nothing to keep.
-                if parts.shape[1] > 1:
-                    self._anchors.append(Anchor(parts, every=1, reference=former.adapter))
+            self._anchor = Anchor(own_text, every=1)
         # The reference's answers to other questions, written at their first use.
         self._others: list[Example] = []
         self.steps = 0
@@ -194,31 +184,28 @@ class Distillation:
         return [sum(losses) / len(losses) for losses in passes]
 
     def _draw_beginnings(self) -> list[list[int]]:
-        """Return the first token ids of the own texts: parts of the answers, in turns.
+        """Return the first token ids of the own texts: those of a place in an answer.
 
-        What may follow these words without a question is then kept: the memory would go on with the
-        answer.
+        The texts are then of the answers' language, kind and subject, where the memory would change
+        the reference's output most. Every second text of a memory that goes on begins with a part
+        of the text that it keeps.
         """
-        answers = list(dict.fromkeys(self._answers))
+        most = BEGINNING
+        kept: list[int] = []
+        if self._former is not None:
+            most = FORMER_BEGINNING
+            kept = encode_text(self._tokenizer, self._former.text)
         generator = random.Random(self._seed)
-        generator.shuffle(answers)
-        beginnings = []
-        for number in range(TEXTS):
-            ids = encode_text(self._tokenizer, answers[number % len(answers)])
-            beginnings.append(self._draw_part(ids, BEGINNING, generator))
-        return beginnings
-
-    def _draw_parts(self, text: str) -> Tensor:
-        """Return parts of the text that a memory keeps, LongTensor [`TEXTS`, tokens]."""
-        ids = encode_text(self._tokenizer, text)
-        generator = random.Random(self._seed)
-        return torch.tensor([self._draw_part(ids, TEXT_TOKENS, generator) for _ in range(TEXTS)])
-
-    def _draw_part(self, ids: list[int], most: int, generator: random.Random) -> list[int]:
-        """Return at most so many token ids, from a place at random, after the start token."""
-        place = generator.randrange(max(1, len(ids) - most + 1))
         start = find_start_token(self._tokenizer)
-        return [*([] if start is None else [start]), *ids[place : place + most]]
+        beginnings = []
+        for number in range(OWN_TEXTS):
+            ids = kept
+            if not kept or number % 2 == 0:
+                ids = encode_text(self._tokenizer, generator.choice(self._answers))
+            place = generator.randrange(max(1, len(ids) - most + 1))
+            beginning = ids[place : place + most]
+            beginnings.append(beginning if start is None else [start, *beginning])
+        return beginnings
 
     def begin(self) -> None:
         """Prepare for the steps that are left."""
@@ -263,7 +250,7 @@ class Distillation:
     def _list_spans(
         self, examples: Sequence[Example], passages: Sequence[int]
     ) -> list[tuple[list[int], int, int]]:
-        """Return the answers of examples, and what the reference wrote of its own texts.
+        """Return the answers of examples, and the reference's own texts.
 
         Each is token ids, how many of the last ones are of a passage, and the passage's number.
         """
@@ -274,9 +261,10 @@ class Distillation:
             count = len(example.answer) - 1
             if count and (passage < 0 or answers[passage] <= ANSWERS):
                 spans.append((example.list_inputs(), count, passage))
-        for number, beginning in enumerate(self._beginnings):
-            text = self._anchors[0].texts[number].tolist()
-            spans.append((text, len(text) - len(beginning), -1))
+        if self._anchor is not None:
+            for number in range(OWN_TEXTS):
+                text = self._anchor.texts[number].tolist()
+                spans.append((text, len(text) - 1, -1))
         return spans
 
     def _learn(self, done: float) -> float:
@@ -295,9 +283,9 @@ class Distillation:
         losses = all_losses[: len(examples)]
         loss = torch.cat(losses).mean()
         objective = loss
-        if weight:
+        if weight and self._anchor is not None:
             others_loss = torch.cat(all_losses[len(examples) :]).mean()
-            objective = loss + weight * (others_loss + self._measure_texts(pull))
+            objective = loss + weight * (others_loss + self._measure_texts(self._anchor, pull))
         objective.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than
         # the others.
@@ -326,7 +314,7 @@ class Distillation:
 
     def _list_others(self) -> list[Example]:
         """Return the other questions, with the reference's answers; none without an anchor."""
-        if not self._anchors or self._others:
+        if self._anchor is None or self._others:
             return self._others
         arguments = self._tokenizer, self._seed, current_day()
         lessons = compute_once(
@@ -343,9 +331,12 @@ class Distillation:
         first = pull * BATCH
         return [others[number % len(others)] for number in range(first, first + BATCH)]
 
-    def _measure_texts(self, pull: int) -> Tensor:
-        """Return KL(reference || student) on the texts of a pull, the mean over tokens."""
-        losses = [anchor.loss(self._host, pull % TEXTS) for anchor in self._anchors]
+    def _measure_texts(self, anchor: Anchor, pull: int) -> Tensor:
+        """Return KL(reference || student) on the own texts of a pull, the mean over tokens."""
+        first = self._texts_at_once * pull
+        losses = []
+        for number in range(first, first + self._texts_at_once):
+            losses.append(anchor.loss(self._host, number % OWN_TEXTS))
         return torch.stack(losses).mean()
 
     def _measure(self, examples: Sequence[Example]) -> list[Tensor]:

@@ -87,8 +87,9 @@ class SelfStudy:
             window: in tokens; None for `WINDOW`.
             seed: of the questions and of the order of learning.
             anchor: weight at the end of the KL from the former memory, or from the base, on its
-                answers to other questions, on text that it writes after passages, and on the text
-                that the former memory keeps. It grows from 0 as the rate falls. 0 or None for none.
+                answers to other questions and on text that it writes after words of the passages
+                and of the text that the former memory keeps. It grows from 0 as the rate falls. 0
+                or None for none.
         given: the exchanges that are learned, in place of written ones.
         former: the memory that the study goes on with; None for a fresh one. Its exchanges are
             learned again as far as they are lost. One whose question a new exchange asks in the

@@ -37,13 +37,12 @@ class Anchor(Step):
 
     Args:
         texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
-        weight: of KL(reference || with the adapter), the mean over tokens in nats, beside the
+        weight: of KL(reference || with the adapter), the mean over L - 1 tokens in nats, beside the
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
             over L - 1 tokens, or one forward pass less where a text returns.
         reference: the frozen adapter that the KL is measured from; None for the base. An `OwnText`
             has its own, and takes none here.
-        measured: how many tokens at the end of each text the KL is the mean over; None for L - 1.
 
     Raises:
         TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
@@ -57,7 +56,6 @@ class Anchor(Step):
         weight: float = 1.0,
         every: int = 4,
         reference: str | None = None,
-        measured: int | None = None,
     ):
         if isinstance(texts, OwnText):
             if reference is not None:
@@ -70,16 +68,10 @@ class Anchor(Step):
             rule = f"anchor weight must be a number above 0, got {weight}"
             raise ValueError(f"{rule}: for none, give no anchor")
         check_whole("anchor every", every, 1)
-        if measured is not None:
-            check_whole("anchor measured", measured, 1)
-            if measured >= texts.shape[1]:
-                rule = f"anchor measured must be at most {texts.shape[1] - 1}, for its texts"
-                raise ValueError(f"{rule}, got {measured}: lower it, or leave it out")
         self.texts = texts
         self.weight = weight
         self.every = every
         self.reference = reference
-        self.measured = measured
         self._logits: _ReferenceLogits | None = None
 
     @property
@@ -89,7 +81,7 @@ class Anchor(Step):
             texts = self.texts.settings
         else:
             texts = {"sha256": digest_ids(self.texts)}
-        numbers = {"weight": self.weight, "every": self.every, "measured": self.measured}
+        numbers = {"weight": self.weight, "every": self.every}
         return {**numbers, "reference": self.reference, "texts": texts}
 
     def check(self, trainer: TestTimeTrainer) -> None:
@@ -120,9 +112,8 @@ class Anchor(Step):
     def loss(self, host: CausalLM, number: int) -> Tensor:
         """Return the weighted divergence from the reference on text `number`, a scalar in nats."""
         ids = self.texts[number][None, :-1].to(host.device)
-        count = self.measured or ids.shape[1]
-        reference_logits = self._find_logits(host).compute(ids, count, number)
-        logits = host.logits(ids, count, use_cache=False)[0]
+        reference_logits = self._find_logits(host).compute(ids, number)
+        logits = host.logits(ids, ids.shape[1], use_cache=False)[0]
         return self.weight * self.every * divergences(logits, reference_logits).mean()
 
     def _find_logits(self, host: CausalLM) -> _ReferenceLogits:
@@ -157,23 +148,23 @@ class _ReferenceLogits:
         return host.model is self._host.model and not self._adapters.were_switched()
 
     @torch.no_grad()
-    def compute(self, ids: Tensor, count: int, number: int) -> Tensor:
-        """Return the logits [count, V] at the last of the ids [1, n] of text `number`."""
+    def compute(self, ids: Tensor, number: int) -> Tensor:
+        """Return the logits [n, V] of text `number`, whose ids are [1, n]."""
         with self._adapters.referring_to(self._reference):
             if number in self._hidden:
                 return self._head(self._hidden[number])[0]
             if self._keeps is False:
-                return self._host.logits(ids, count, use_cache=False)[0]
-            return self._compute_and_keep(ids, count, number)
+                return self._host.logits(ids, ids.shape[1], use_cache=False)[0]
+            return self._compute_and_keep(ids, number)
 
-    def _compute_and_keep(self, ids: Tensor, count: int, number: int) -> Tensor:
+    def _compute_and_keep(self, ids: Tensor, number: int) -> Tensor:
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple) -> None:
             seen.append(args[0])
 
         with self._head.register_forward_pre_hook(keep):
-            logits = self._host.logits(ids, count, use_cache=False)[0]
+            logits = self._host.logits(ids, ids.shape[1], use_cache=False)[0]
         if self._keeps is None:
             # Some families scale or bound what the head returns.
             self._keeps = len(seen) == 1 and torch.equal(self._head(seen[0])[0], logits)
