@@ -210,6 +210,19 @@ def test_every_so_many_steps_the_next_text_pulls():
     assert [text for text in pulls if text is not None] == [0, 1, 2, 0]
 
 
+def test_a_pull_is_on_the_text_of_its_number():
+    model = make_model("lora")
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    host = CausalLM(model)
+    anchor = make_anchor()
+    losses = [anchor.loss(host, number).item() for number in range(3)]
+    alone = [Anchor(anchor.texts[number : number + 1]) for number in range(3)]
+    assert losses == [each.loss(host, 0).item() for each in alone]
+    assert len(set(losses)) == 3
+
+
 @pytest.mark.parametrize("kind", ["lora", "locas"])
 def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
     ids, anchor = make_ids(16), make_anchor(weight=0.5, every=2)
