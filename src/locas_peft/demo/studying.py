@@ -17,7 +17,7 @@ from .pages import find_sentence, load_page, load_page_questions
 __all__ = ["ASKED", "Asked", "PageStudied", "study_and_ask", "study_page"]
 
 SENTENCES = 8
-"""How many sentences of the page are studied: the fewest that get rows which tell them apart."""
+"""How many sentences of the page are studied."""
 ASKED = (0, 9, 15)
 """The questions that are asked."""
 
