@@ -32,7 +32,7 @@ __all__ = ["Distillation", "Former"]
 # The lessons of an optimizer step.
 BATCH = 8
 # How often a lesson is learned at most, where no number is given.
-PASSES = 4
+PASSES = 2
 # Few lessons are learned for so many steps; twice as many where no rows tell passages apart.
 LEAST_STEPS = 50
 # Every n-th step also limits the change of other answers and texts, with n times the weight.
