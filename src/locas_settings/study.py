@@ -22,14 +22,13 @@ class StudySettings(AdapterSettings):
     exchanges: Annotated[
         int | None,
         Parameter(
-            help="questions wanted about each sentence; by default 6, 12 for fewer than 4 or more "
-            "than half of --r sentences."
+            help="questions that the model writes about each passage, at most; 24 by default."
         ),
     ] = None
     passes: Annotated[
         int | None,
         Parameter(
-            help="the most times that each exchange is learned; 4, or more for few, by default."
+            help="the most times that each exchange is learned; 2, or more for few, by default."
         ),
     ] = None
     writer: Annotated[
