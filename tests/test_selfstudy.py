@@ -229,7 +229,7 @@ def test_a_text_shorter_than_a_passage_is_refused(loaded):
 
 
 def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
-    message = r"^window must be at least 192 tokens to study a text, got 128: raise it"
+    message = r"^window must be at least 256 tokens to study a text, got 128: raise it"
     with pytest.raises(ValueError, match=message):
         learn(loaded, input_ids, settings_of(window=128))
 

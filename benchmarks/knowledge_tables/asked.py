@@ -14,7 +14,7 @@ from locas_peft.asking.prompts import SENTENCE_PROMPT
 from locas_peft.evaluation import Unit
 from locas_peft.evaluation.intervals import Interval, mean_interval
 from locas_peft.tables import format_mean, format_percent
-from locas_peft.text import digest_json
+from locas_peft.text import LONGEST_PASSAGE, digest_json
 
 from .bench import KnowledgeBench
 from .documents import Document
@@ -34,7 +34,7 @@ __all__ = [
     "tabulate_rows",
 ]
 
-FORMS = {"sentence": (SENTENCE_PROMPT, 64), "short": (SHORT_PROMPT, 32)}
+FORMS = {"sentence": (SENTENCE_PROMPT, LONGEST_PASSAGE), "short": (SHORT_PROMPT, 32)}
 """How a question is put, and the most tokens of its answer."""
 FOUND = 3
 """How many sentences are found for a question."""

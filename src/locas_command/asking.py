@@ -88,7 +88,7 @@ def ask(
     *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
     questions: Path | None = None,
     context: Path | None = None,
-    max_new_tokens: Count = 64,
+    max_new_tokens: Count = 128,
     json_file: JsonFile = None,
     answerer: AnswererGroup = ANSWERER,
     base: MemoryBase = BASE,

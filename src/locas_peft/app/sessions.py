@@ -51,7 +51,7 @@ from ..stages import (
     open_reading,
     open_study,
 )
-from ..text import load_text, tokenize, unwrap
+from ..text import LONGEST_PASSAGE, load_text, tokenize, unwrap
 from ..ttt import Chunk, cumulative
 
 __all__ = [
@@ -65,7 +65,7 @@ __all__ = [
     "explain",
 ]
 
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = LONGEST_PASSAGE
 WINDOW = 512
 LEAST_CHUNKS = 12
 """Chunks of a text: a short one has a shorter stride, so that its perplexity falls visibly."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..files import load_json_lines
 from ..model import count_positions
-from ..text import holds_phrase
+from ..text import LONGEST_PASSAGE, holds_phrase
 from .continuation import answer_in_batches, check_room, continue_texts
 from .prompts import encode_question, fit_turns, put_before
 
@@ -59,11 +59,16 @@ class Answerer:
         model: a causal LM in evaluation mode, with or without a memory.
         tokenizer: of the model. Its chat template is used where it has one.
         context: a text that stands before each question or message; empty for none.
-        max_new_tokens: the most tokens of an answer.
+        max_new_tokens: the most tokens of an answer. By default a studied passage has room.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, *, context: str = "", max_new_tokens: int = 64
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        context: str = "",
+        max_new_tokens: int = LONGEST_PASSAGE,
     ):
         self._model = model
         self._tokenizer = tokenizer

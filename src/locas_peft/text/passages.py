@@ -15,8 +15,8 @@ from .words import split_words
 
 __all__ = ["LONGEST_PASSAGE", "REPORTED", "Passage", "split_passages"]
 
-LONGEST_PASSAGE = 64
-"""The most tokens of a passage: a memory learns passages as answers."""
+LONGEST_PASSAGE = 128
+"""The most tokens of a passage. The rest of a longer sentence would have no subject."""
 REPORTED = "said"
 """The word after the speaker in a turn that is put as reported speech."""
 
