@@ -22,8 +22,7 @@ class StudySettings(AdapterSettings):
     exchanges: Annotated[
         int | None,
         Parameter(
-            help="questions wanted about each sentence; by default 6, 12 for fewer than 4 or more "
-            "than half of --r sentences."
+            help="questions that the model writes about each passage, at most; 12 by default."
         ),
     ] = None
     passes: Annotated[

@@ -183,7 +183,7 @@ class _Page:
             self._questions = gr.Slider(
                 0,
                 MOST_QUESTIONS,
-                2 * PER_PASSAGE if self._model.can_chat else 0,
+                PER_PASSAGE if self._model.can_chat else 0,
                 step=4,
                 label="Questions about each sentence",
                 visible=self._model.can_chat,

@@ -6,7 +6,10 @@ from itertools import product
 from ..asking.prompts import WRITE_PROMPT
 from ..text import guess_language
 
-__all__ = ["ENGLISH", "QuestionWords", "find_question_words"]
+__all__ = ["BY_SUBJECT", "ENGLISH", "QuestionWords", "find_question_words"]
+
+BY_SUBJECT = "{subject}\n\n" + WRITE_PROMPT
+"""What asks for a question about a passage below its subject."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class QuestionWords:
     @property
     def kinds(self) -> list[tuple[str, str]]:
         """The kinds of questions: the request, and the first words of the model's reply."""
-        return list(product(("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT), self.beginnings))
+        return list(product((BY_SUBJECT, WRITE_PROMPT), self.beginnings))
 
 
 ENGLISH = QuestionWords(

@@ -31,11 +31,11 @@ _logger = logging.getLogger(__name__)
 MOST_PASSAGES = 2_000
 """A longer text is refused: it would take days on a CPU, and one memory does not hold it."""
 # The work of one lesson, its writing and all its passes, in tokens of a forward pass.
-LESSON_TOKENS = 700
+LESSON_TOKENS = 400
 # The window, in tokens, where none is given.
 WINDOW = 512
-PER_PASSAGE = 6
-"""Questions about a passage where rows tell the passages apart; elsewhere twice as many."""
+PER_PASSAGE = 12
+"""Questions that the model writes about a passage, at most, where no number is given."""
 # How many dropped replies are shown.
 SAMPLES = 3
 _PLAIN_STATE = ("asked", "kept", "samples", "_blocks", "_seconds")
@@ -78,7 +78,8 @@ class SelfStudy:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
         settings: those of the study itself, and whether a fresh memory `separates`:
-            exchanges: questions wanted about each passage; None for `PER_PASSAGE`.
+            exchanges: questions that the model writes about each passage, at most; None for
+                `PER_PASSAGE`.
             passes: the most times that each exchange is learned. None stands for
                 `distillation.PASSES`, and `distillation.LEAST_STEPS` steps of few exchanges. For n
                 times as many the learning rate is divided by the square root of n.
@@ -133,6 +134,7 @@ class SelfStudy:
         self._host = CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
         self._former = former
+        self._per_passage = settings.exchanges or PER_PASSAGE
         self._discriminants = former is None and separates(settings)
         self._load_writer = load_writer
         self._is_compiled = compiled
@@ -204,18 +206,9 @@ class SelfStudy:
         # On a GPU, reading a logit waits for the pass.
         self._host.logits(text, 1, use_cache=False)[0, 0, 0].item()
         seconds = (time.perf_counter() - began) / text.shape[1]
-        lessons = self.kept or len(self._passages) * self._count_questions()
+        lessons = self.kept or len(self._passages) * self._per_passage
         minutes = math.ceil(lessons * LESSON_TOKENS * seconds / 60)
         _logger.info("studies about %d exchanges; this takes about %d min", lessons, minutes)
-
-    def _count_questions(self) -> int:
-        """Return how many questions are wanted about each passage."""
-        if self._settings.exchanges is not None:
-            return self._settings.exchanges
-        return PER_PASSAGE if self._tells_apart(len(self._passages)) else 2 * PER_PASSAGE
-
-    def _tells_apart(self, passages: int) -> bool:
-        return self._discriminants and can_tell_apart(self._model, passages)
 
     def _write(self) -> Iterator[StudyStep]:
         total = len(self._passages)
@@ -229,7 +222,7 @@ class SelfStudy:
             model,
             tokenizer,
             self._passages,
-            self._count_questions(),
+            self._per_passage,
             seed=self._settings.seed,
             first=self._blocks,
         )
@@ -262,12 +255,13 @@ class SelfStudy:
         earlier = () if self._former is None else self._former.exchanges
         self.exchanges = correct(earlier, self.exchanges)
         passages = {exchange.answer for exchange in self.exchanges}
+        tells_apart = self._discriminants and can_tell_apart(self._model, len(passages))
         self._distillation = Distillation(
             self._model,
             self._tokenizer,
             self.exchanges,
             self._settings,
-            tells_apart=self._tells_apart(len(passages)),
+            tells_apart=tells_apart,
             former=self._former,
             compiled=self._is_compiled,
         )
@@ -309,7 +303,7 @@ def separates(settings: StudySettings) -> bool:
     """Return whether a fresh memory gets rows that tell passages apart, and no norm clip.
 
     They are those of `place_discriminants`, in the upper layers, where `can_tell_apart`. These
-    layers alone are then trained. Elsewhere questions and least steps are doubled.
+    layers alone are then trained. Elsewhere the least steps are doubled.
     """
     return settings.init == "topk" and settings.max_slot_norm is None
 

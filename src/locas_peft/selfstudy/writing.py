@@ -2,7 +2,8 @@
 
 The model writes the first questions with the passage's subject above the passage, so that they name
 the subject as a user's questions do. Further questions are made from phrases of the passage,
-without the model, for users who word a question otherwise.
+without the model, for users who word a question otherwise. Those that fit another passage better
+are dropped (see `consistency`).
 """
 
 import math
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from ..asking import continue_rows, encode_prompt, share_prefixes
 from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
-from ..text import LONGEST_PASSAGE, REPORTED, Passage, split_words
+from ..text import LONGEST_PASSAGE, REPORTED, Passage, list_content_words, split_words
 from ..tuner import adapters_disabled, evaluating
+from .consistency import keep_consistent
 from .exchanges import Exchange
-from .question_words import ENGLISH, QuestionWords, find_question_words
+from .question_words import BY_SUBJECT, ENGLISH, QuestionWords, find_question_words
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
@@ -92,12 +94,14 @@ def write_exchanges(
             questions = _ask(
                 host, tokenizer, block_passages, per_passage, generator, block, words, shared
             )
-        if questions:
-            for passage in dict.fromkeys(block_passages):
-                count = per_passage // 2
-                for question in _ask_by_words(passage.text, count, generator, words, shared):
-                    block.asked += 1
-                    questions.append((passage, question))
+            prompts = {passage: _fill(BY_SUBJECT, passage) for passage in block_passages}
+            if questions:
+                for passage in prompts:
+                    count = per_passage // 2
+                    for question in _ask_by_words(passage.text, count, generator, words, shared):
+                        block.asked += 1
+                        questions.append((passage, question))
+            questions = keep_consistent(model, tokenizer, questions, prompts)
         for passage, question in questions:
             block.exchanges.append(Exchange(question, passage.text, passage.subject))
         yield block
@@ -127,7 +131,7 @@ def _ask_by_words(
     text has other phrases.
     """
     phrases = list_phrases(text)
-    phrases = [phrase for phrase in phrases if not _list_words(phrase) <= shared] or phrases
+    phrases = [phrase for phrase in phrases if not list_content_words(phrase) <= shared] or phrases
     if not phrases:
         return []
     questions: dict[str, None] = {}
@@ -147,7 +151,7 @@ def list_phrases(text: str) -> list[str]:
     "mason came" and "came".
     """
     words = list(_PHRASE_WORD.finditer(text))
-    is_bound = [bool(_list_words(word[0])) and word[0] != REPORTED for word in words]
+    is_bound = [bool(list_content_words(word[0])) and word[0] != REPORTED for word in words]
     phrases = []
     for first, word in enumerate(words):
         if not is_bound[first]:
@@ -257,10 +261,10 @@ def is_about(question: str, passage: Passage, shared: frozenset[str] = frozenset
     Of a passage that has `shared` words alone, any word counts. A word of the subject, which
     other passages share, counts only for the passage that introduces it.
     """
-    words = _list_words(passage.text)
-    common = _list_words(question) & (words - shared or words)
+    words = list_content_words(passage.text)
+    common = list_content_words(question) & (words - shared or words)
     if not passage.introduces:
-        common -= _list_words(passage.subject)
+        common -= list_content_words(passage.subject)
     return bool(common)
 
 
@@ -272,11 +276,4 @@ def _list_shared_words(passages: Sequence[Passage]) -> frozenset[str]:
     texts = {passage.text for passage in passages}
     if len(texts) < _FEWEST_WITH_SHARED_WORDS:
         return frozenset()
-    return frozenset.intersection(*map(_list_words, texts))
-
-
-def _list_words(text: str) -> frozenset[str]:
-    """Return a text's words, case-folded, without the short ones that every text has."""
-    return frozenset(
-        word for word in split_words(text) if len(word) > 3 or not word.isascii() or word.isdigit()
-    )
+    return frozenset.intersection(*map(list_content_words, texts))

@@ -25,7 +25,7 @@ from .documents import (
 )
 from .passages import LONGEST_PASSAGE, REPORTED, Passage, split_passages
 from .sentences import guess_language, split_sentences
-from .words import holds_phrase, list_runs, split_words
+from .words import holds_phrase, list_content_words, list_runs, split_words
 
 __all__ = [
     "LONGEST_PASSAGE",
@@ -46,6 +46,7 @@ __all__ = [
     "holds_phrase",
     "is_code",
     "list_blocks",
+    "list_content_words",
     "list_runs",
     "list_turns",
     "load_text",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import regex
 
-__all__ = ["holds_phrase", "list_runs", "split_words"]
+__all__ = ["holds_phrase", "list_content_words", "list_runs", "split_words"]
 
 _UNSPACED = {
     "han": r"\p{Han}々〆",
@@ -56,6 +56,13 @@ def split_words(text: str) -> list[str]:
         else:
             words.append(run)
     return words
+
+
+def list_content_words(text: str) -> frozenset[str]:
+    """Return a text's words, case-folded, without the short ones that every text has."""
+    return frozenset(
+        word for word in split_words(text) if len(word) > 3 or not word.isascii() or word.isdigit()
+    )
 
 
 def holds_phrase(text: str, phrase: str) -> bool:
