@@ -47,7 +47,8 @@ def write_tables(bench: KnowledgeBench, names: Sequence[str]) -> None:
             # The data of a table that is not asked for need not be there.
             if name in names:
                 raise
-    title = f"{bench.host}, scale {bench.scale.name}{bench.options.describe()}"
+    draw = f", draw {bench.options.draw}" if bench.options.draw else ""
+    title = f"{bench.host}, scale {bench.scale.name}{bench.options.describe()}{draw}"
     write_page(bench.page, title, texts)
 
 

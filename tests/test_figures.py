@@ -14,7 +14,6 @@ FOLDER = ROOT / "benchmarks" / "results"
 HOST = "Qwen2.5-Coder-0.5B-Instruct"
 PAPER = FOLDER / "paper" / HOST / "cpu"
 READINGS = PAPER / "readings"
-STUDIES = FOLDER / "knowledge" / HOST / "full.md"
 BOOKS = ("3649", "36235")
 SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
@@ -128,6 +127,14 @@ def test_the_table_of_widths_has_the_figures_of_the_results(name, row, row_of_64
     assert list_cells(name, RESULTS, "| r | 16 | 32 | 64 | 128 |") == expected
 
 
+def list_studies(host: str) -> dict[str, list[str]]:
+    """The cells of each row of a host's table of studies, by the row's name."""
+    page = (FOLDER / "knowledge" / host / "full.md").read_text(encoding="utf-8")
+    table = page.split("|  | gold within |", 1)[1].split("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.strip().split("\n")[2:]]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
 @pytest.mark.parametrize(
     ("name", "row"),
     [
@@ -139,8 +146,7 @@ def test_the_table_of_widths_has_the_figures_of_the_results(name, row, row_of_64
 )
 def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
     right, divergence, seconds = list_cells(name, README, "| | right | KL on own answers")
-    page = STUDIES.read_text(encoding="utf-8")
-    cells = list_cells(row, page, "|  | gold within |")
+    cells = list_studies(HOST)[row]
     assert right == cells[0]
     if row == "study":
         numbers = [float(number) for number in re.findall(r"[\d.]+", cells[9])]
@@ -154,35 +160,31 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     def find_right(name: str) -> str:
         return list_cells(name, README, "| | right | KL on own answers")[0].split()[0]
 
-    assert f"{find_right('passage in context')}% of 40 questions right" in choice
+    # Each row has the same questions.
+    (count,) = {cells[-1] for cells in list_studies(HOST).values()}
+    assert f"{find_right('passage in context')}% of {count} questions right" in choice
     retrieval = find_right("BM25's sentences in context")
-    assert f"BM25 and the base: {retrieval}% of 35" in choice
+    assert f"BM25 and the base: {retrieval}% of {count}" in choice
     studied = find_right("Locas r=64, studied")
-    assert f"{studied}% of 35; without a memory {find_right('no memory')}%" in choice
+    assert f"{studied}% of {count}; without a memory {find_right('no memory')}%" in choice
 
 
-def find_article_change(host: str, row: str) -> float:
-    """The mean change of the article's perplexity by the memories of a row, in %."""
-    changes = []
-    memories = FOLDER / "knowledge" / host / "full" / "memories"
-    for path in memories.glob(f"*/{row}-seed0.article.json"):
-        figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
-        changes.append(100 * (figures["perplexity"] / figures["base_perplexity"] - 1))
-    assert len(changes) == 7
-    return sum(changes) / len(changes)
+def find_article_change(host: str, row: str) -> list[str]:
+    """The mean change of the article's perplexity by the memories of a row, and its interval, in %."""
+    numbers = re.findall(r"-?[\d.]+", list_studies(host)[row][11])
+    return [f"{float(number):.0f}" for number in numbers]
 
 
 def test_what_a_study_does_to_its_article_is_that_of_the_results():
-    qwen = find_article_change(HOST, "study")
-    small = find_article_change("smollm2", "study")
-    lora = find_article_change("smollm2", "lora")
-    assert f"its article's by {qwen:.0f}%." in README
-    assert f"of the same article by {qwen:.0f}% [28, 50]" in RESULTS
-    assert (
-        f"of the same article rise by {small:.0f}% [21, 40] with Locas, by {lora:.0f}%" in RESULTS
-    )
+    qwen, *qwen_ends = find_article_change(HOST, "study")
+    small, *small_ends = find_article_change("smollm2", "study")
+    lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons")
+    assert f"its article's by {qwen}%." in README
+    assert f"of the same article by {qwen}% [{', '.join(qwen_ends)}]" in RESULTS
+    with_locas = f"of the same article rise by {small}% [{', '.join(small_ends)}] with Locas"
+    assert f"{with_locas}, by {lora}% [{', '.join(lora_ends)}] with LoRA" in RESULTS
     page = (ROOT / "docs" / "concepts" / "study.md").read_text(encoding="utf-8")
-    assert f"passages of the same article by {small:.0f}% and {qwen:.0f}%" in page
+    assert f"passages of the same article by {small}% and {qwen}%" in page
 
 
 def list_baselines() -> list[list[str]]:

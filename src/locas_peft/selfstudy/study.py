@@ -31,7 +31,9 @@ _logger = logging.getLogger(__name__)
 MOST_PASSAGES = 2_000
 """A longer text is refused: it would take days on a CPU, and one memory does not hold it."""
 # The work of one lesson, its writing and all its passes, in tokens of a forward pass.
-LESSON_TOKENS = 400
+LESSON_TOKENS = 280
+# Few lessons are learned more often. All studies take the time of so many more.
+FURTHER_LESSONS = 60
 # The window, in tokens, where none is given.
 WINDOW = 512
 PER_PASSAGE = 12
@@ -207,7 +209,8 @@ class SelfStudy:
         self._host.logits(text, 1, use_cache=False)[0, 0, 0].item()
         seconds = (time.perf_counter() - began) / text.shape[1]
         lessons = self.kept or len(self._passages) * self._per_passage
-        minutes = math.ceil(lessons * LESSON_TOKENS * seconds / 60)
+        work = (lessons + FURTHER_LESSONS) * LESSON_TOKENS
+        minutes = math.ceil(work * seconds / 60)
         _logger.info("studies about %d exchanges; this takes about %d min", lessons, minutes)
 
     def _write(self) -> Iterator[StudyStep]:
