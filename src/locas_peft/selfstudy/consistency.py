@@ -3,7 +3,7 @@
 A small model also writes questions that its passage does not answer, such as one about the whole
 text. The likelihood of a question after a passage tells which passage it is about: query likelihood
 (Sachan et al., 2022, arXiv:2204.07496), used here as round-trip consistency (Alberti et al., 2019,
-arXiv:1906.05416). A question is then not learned with two passages.
+arXiv:1906.05416). A question is then seldom learned with two passages.
 """
 
 import math
