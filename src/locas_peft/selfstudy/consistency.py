@@ -36,6 +36,7 @@ def keep_consistent(
         prompts: of each passage, the prompt that asks the model for a question about it.
     """
     words = {passage: list_content_words(passage.text) for passage in prompts}
+    targets = [encode_answer(tokenizer, question) for _, question in questions]
     # The numbers of the questions that are scored after each passage.
     numbers: dict[Passage, list[int]] = {passage: [] for passage in prompts}
     for number, (own, question) in enumerate(questions):
@@ -45,7 +46,7 @@ def keep_consistent(
     rival_nats = [math.inf] * len(questions)
     for passage, asked in numbers.items():
         prompt = encode_prompt(tokenizer, prompts[passage])
-        pairs = [(prompt, encode_answer(tokenizer, questions[number][1])) for number in asked]
+        pairs = [(prompt, targets[number]) for number in asked]
         scores = score_targets(model, pairs, shared=len(prompt) - 1)
         for number, score in zip(asked, scores, strict=True):
             if questions[number][0] == passage:

@@ -8,7 +8,7 @@ are dropped (see `consistency`).
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,11 +96,9 @@ def write_exchanges(
             )
             prompts = {passage: _fill(BY_SUBJECT, passage) for passage in block_passages}
             if questions:
-                for passage in prompts:
-                    count = per_passage // 2
-                    for question in _ask_by_words(passage.text, count, generator, words, shared):
-                        block.asked += 1
-                        questions.append((passage, question))
+                phrased = _ask_all_by_words(prompts, per_passage // 2, generator, words, shared)
+                block.asked += len(phrased)
+                questions += phrased
             questions = keep_consistent(model, tokenizer, questions, prompts)
         for passage, question in questions:
             block.exchanges.append(Exchange(question, passage.text, passage.subject))
@@ -116,6 +114,21 @@ def check_window(host: CausalLM, window: int) -> None:
     if min(window, host.positions or window) < least:
         rule = f"window must be at least {least} tokens to study a text"
         raise ValueError(f"{rule}, got {window}: raise it, or read the text instead")
+
+
+def _ask_all_by_words(
+    passages: Iterable[Passage],
+    count: int,
+    generator: torch.Generator,
+    words: QuestionWords,
+    shared: frozenset[str],
+) -> list[tuple[Passage, str]]:
+    """Return passages and at most `count` questions about each that name its phrases."""
+    questions = []
+    for passage in passages:
+        for question in _ask_by_words(passage.text, count, generator, words, shared):
+            questions.append((passage, question))
+    return questions
 
 
 def _ask_by_words(
