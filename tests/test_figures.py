@@ -179,7 +179,7 @@ def test_what_a_study_does_to_its_article_is_that_of_the_results():
     qwen, *qwen_ends = find_article_change(HOST, "study")
     small, *small_ends = find_article_change("smollm2", "study")
     lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons")
-    assert f"its article's by {qwen}%." in README
+    assert f"its article's {qwen}% higher." in README
     assert f"of the same article by {qwen}% [{', '.join(qwen_ends)}]" in RESULTS
     with_locas = f"of the same article rise by {small}% [{', '.join(small_ends)}] with Locas"
     assert f"{with_locas}, by {lora}% [{', '.join(lora_ends)}] with LoRA" in RESULTS

@@ -90,11 +90,11 @@ def tabulate(bench: KnowledgeBench) -> str:
     single = tabulate_rows(bench, TABLE, singles, _list_rows(singles), _list_sentences(singles))
     if single:
         parts.append(
-            f"One passage a memory, {len(singles)} passages: in %, with 95% intervals over "
-            f"questions; changes are from no context. BM25 and embedding have {FOUND} sentences of "
-            "all these passages. LoRA's time is without that of writing its lessons. The article is the "
-            f"first {bench.scale.article_tokens:,} tokens of the other passages of the same title; its "
-            "change is from the base.\n\n" + single
+            "One passage a memory: in %, with 95% intervals over the n questions of the passages "
+            f"measured so far, of {len(singles)} drawn; changes are from no context. BM25 and "
+            f"embedding have {FOUND} sentences of all drawn passages. LoRA's time is without that of "
+            f"writing its lessons. The article is the first {bench.scale.article_tokens:,} tokens of "
+            "the other passages of the same title; its change is from the base.\n\n" + single
         )
     joined = _load_joined(bench)
     pool = _list_sentences(joined)

@@ -204,7 +204,7 @@ def app(
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
         device: cpu, cuda, cuda:1, ... or auto.
-        source: show below each answer the sentence of the memory's text that supports it.
+        source: show below each answer the sentence of the text that fits the question best.
     """
     from locas_peft import demo
     from locas_peft.checks import import_extra

@@ -107,7 +107,7 @@ class AnswererOptions:
         library: a folder of memories: each question is answered with the one that it is about, if
             any.
         without_memory: ask the base model alone; --memory then only names it.
-        source: show below each answer the sentence of the memory's text that supports it.
+        source: show below each answer the sentence of the text that fits the question best.
     """
 
     memory: Path | None = None

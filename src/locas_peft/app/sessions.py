@@ -196,8 +196,8 @@ class SharedModel:
     """A frozen base that does what visitors ask for.
 
     Readings run in one thread, one after the other, the rest in another. The name is for the
-    records of readings. With `shows_source`, answers have the sentence of the text that supports
-    them.
+    records of readings. With `shows_source`, answers have the sentence of the text that fits
+    the question best.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class Answer:
     Attributes:
         memories: the names of the library's memories that gave it; none where the base answered
             alone.
-        source: the sentence of the memory's text that supports it, where one was looked for and
-            found.
+        source: the sentence of the memory's text that fits the question best; None where none was
+            looked for or found.
     """
 
     question: Question

@@ -1,4 +1,4 @@
-"""The sentence of a memory's stored text that supports an answer.
+"""The sentence of a memory's stored text that fits a question best.
 
 BM25 finds the sentences with words of the question. The base, without the memory, then chooses the
 one after which it finds the question likeliest: query likelihood (Sachan et al., 2022,
