@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from families import change_config, logits, make_host, make_tokens, rewrite, same, snapshot, teach
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from training import SETTINGS, assert_same, make_ids, read, resume, save, trained_weights
 
 from locas_peft import LocasConfig, TestTimeTrainer, rescale
@@ -282,3 +282,21 @@ def test_threads_share_a_model_with_gains():
             pool.map(lambda t: logits(model, t), texts), expected, strict=True
         ):
             torch.testing.assert_close(output, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_another_adapter_on_the_down_projection_receives_the_scaled_neurons():
+    lora = LoraConfig(target_modules=["down_proj"], init_lora_weights=False)
+    host = inject_adapter_in_model(lora, make_host("llama"))
+    del host.peft_config
+    model = get_peft_model(host, LocasConfig(r=4, init_weights="random", gains=True)).eval()
+    fresh = logits(model)
+    set_gains(model)
+    found = logits(model)
+    assert not torch.allclose(found, fresh)
+    # A neuron's factor is also one of its up row.
+    for layer in list_layers(model):
+        factors = 1 + gains.SCALE * layer.locas_gain["default"].weight.detach()
+        layer.ffn.owner.up_proj.weight.data *= factors[:, None]
+        layer.locas_gain["default"].weight.data.zero_()
+    torch.testing.assert_close(logits(model), found)

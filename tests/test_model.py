@@ -712,6 +712,50 @@ def test_a_failed_safe_merge_leaves_all_as_it_was(verb):
     assert not list_layers(model)[0].merged and list_layers(model)[0].ffn.width == 24
 
 
+@pytest.mark.parametrize(
+    ("family", "verb", "allocations"),
+    [
+        ("llama", "merge_adapter", 3),
+        ("llama", "unmerge_adapter", 3),
+        ("phi3", "merge_adapter", 3),
+        ("phi3", "unmerge_adapter", 3),
+        ("gpt2", "merge_adapter", 3),
+        ("gpt2", "unmerge_adapter", 3),
+        ("mixtral", "merge_adapter", 2),
+        ("mixtral", "unmerge_adapter", 1),
+    ],
+)
+def test_without_memory_for_a_weight_no_layer_changes_in_part(
+    family, verb, allocations, monkeypatch
+):
+    model = make_model(family)
+    if verb == "unmerge_adapter":
+        model.merge_adapter()
+    before = snapshot(model)
+    widths = [layer.ffn.width for layer in list_layers(model)]
+    concatenate = torch.cat
+    left = 0
+
+    def fail_later(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return concatenate(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "cat", fail_later)
+        # The first layer's allocations, one after another.
+        for allocation in range(allocations):
+            left = allocation + 1
+            with pytest.raises(torch.OutOfMemoryError):
+                getattr(model, verb)()
+            assert same(model, before)
+            assert [layer.ffn.width for layer in list_layers(model)] == widths
+    getattr(model, verb)()
+    assert not same(model, before)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_safe_merge_refuses_values_that_overflow_in_the_host_s_dtype(family):
     model = get_peft_model(make_host(family, torch.float16), LocasConfig(r=4))
@@ -1017,13 +1061,14 @@ def test_a_frozen_memory_is_not_calibrated():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_padding_does_not_count_under_gradient_checkpointing(use_reentrant):
+@pytest.mark.parametrize("gains", [False, True])
+def test_padding_does_not_count_under_gradient_checkpointing(use_reentrant, gains):
     mask = torch.ones_like(make_tokens())
     mask[:, 8:] = 0
     tokens = {"input_ids": make_tokens(), "attention_mask": mask, "labels": make_tokens()}
     scales = []
     for checkpoints in (False, True):
-        model = get_peft_model(make_host("llama"), LocasConfig(r=4)).train()
+        model = get_peft_model(make_host("llama"), LocasConfig(r=4, gains=gains)).train()
         with warnings.catch_warnings():
             # The names of transformers 6.
             warnings.simplefilter("ignore", FutureWarning)

@@ -156,6 +156,23 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     assert read(fresh, ids) == read(make_trainer(context="cache"), ids)
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_without_memory_a_whole_checkpoint_is_not_called_damaged(tmp_path, monkeypatch, error):
+    ids = make_ids(32)
+    trainer = make_trainer()
+    next(trainer.read(ids))
+    save(trainer, tmp_path)
+
+    def fail(*args, **kwargs):
+        raise error("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TestTimeTrainer, "load_state_dict", fail)
+        with pytest.raises(error):
+            resume(make_trainer(), tmp_path)
+    resume(make_trainer(), tmp_path)
+
+
 def test_what_changes_no_arithmetic_may_differ(tmp_path):
     trainer = make_trainer()
     read(trainer, make_ids(24))

@@ -999,6 +999,9 @@ def test_a_memory_that_goes_on_in_place_keeps_its_text(base, input_ids, tmp_path
     read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")
     read(base, ids, settings, out=tmp_path, start=tmp_path)
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
+    other_path = tmp_path / "." / ".." / tmp_path.name
+    read(base, ids, settings, out=tmp_path, start=other_path, overwrite=True)
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts
     read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="The lamp. The bread.")
     texts["text.txt"] = "The lamp. The bread."
     assert {name: (tmp_path / name).read_text() for name in texts} == texts

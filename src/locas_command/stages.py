@@ -126,7 +126,7 @@ def _teach_table(text: str | None, table: TableOptions, job: _Job) -> int:
 
 def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
     """Run one stage on one text, and print what it made."""
-    from locas_peft.files import check_output_directory
+    from locas_peft.files import check_output_directory, is_same_folder
     from locas_peft.memories import check_vacant
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.stages import choose_values
@@ -150,7 +150,7 @@ def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
             raise ValueError(f"{what}, got none: add --out DIR")
         check_output_directory("--out", out)
         if not job.place.resume:
-            goes_on = out == job.place.start
+            goes_on = job.place.start is not None and is_same_folder(out, job.place.start)
             check_vacant(out, overwrite=job.place.overwrite, goes_on=goes_on)
     loaded = load(job.base)
     if library is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "is_name_character",
     "is_out_of_memory",
     "is_reserved",
+    "is_same_folder",
     "load_json",
     "load_json_lines",
     "normalize_name",
@@ -325,6 +326,11 @@ def check_output_directory(option: str, path: str | Path) -> None:
 def is_disk_full(error: OSError) -> bool:
     """Return whether an error means that the disk, or the user's quota, is used up."""
     return error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
+def is_same_folder(one: str | Path, other: str | Path) -> bool:
+    """Return whether two paths name one folder, which need not exist."""
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

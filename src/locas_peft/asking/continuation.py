@@ -135,7 +135,8 @@ def begin_rows(
     for group, (count, numbers) in enumerate(groups):
         owners += [group] * len(numbers)
         counts += [count] * len(numbers)
-    cache.batch_select_indices(torch.tensor(owners, device=host.device))
+    # On the CPU: a split base has keys on several devices, which all take such indices.
+    cache.batch_select_indices(torch.tensor(owners))
     rests = [row[count:] for row, count in zip(rows, counts, strict=True)]
     inputs: dict[str, Any] = pad_left(rests, host.device)
     inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
@@ -223,7 +224,8 @@ def continue_inputs(
         # Rows that have ended leave when they are half of the batch: each time, the keys and values
         # are copied.
         if 2 * len(indices) <= len(active) and (cache is None or host.can_cache()):
-            selected = torch.tensor(indices, device=host.device)
+            # On the CPU, which the keys of a split base take on each of their devices.
+            selected = torch.tensor(indices)
             inputs = {name: tensor[selected] for name, tensor in inputs.items()}
             active = [active[index] for index in indices]
             if adapters is not None:

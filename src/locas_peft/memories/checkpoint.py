@@ -95,6 +95,9 @@ def load(directory: str | Path) -> dict[str, Any] | None:
         content = torch.load(path, map_location="cpu", weights_only=True)
     # zip, pickle and torch raise errors of many types.
     except Exception as error:
+        # Without memory, a file that may be whole.
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise
         raise damaged(directory, error) from None
     if not isinstance(content, dict) or content.get("kind") != _KIND:
         raise ValueError(

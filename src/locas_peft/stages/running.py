@@ -22,6 +22,7 @@ from locas_settings import AdapterSettings, ReadSettings, StudySettings
 from locas_settings.adapter import SHAPE
 
 from ..checks import describe_difference
+from ..files import is_out_of_memory, is_same_folder
 from ..memories import checkpoint
 from ..memories.folder import TEXT, check_vacant
 from ..memories.loading import load_memory
@@ -194,6 +195,8 @@ class StageRun:
                 self.stage.load_state_dict(state)
                 self.former = former
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # Entries of another kind or shape than we write.
             raise checkpoint.damaged(self._folder, error) from None
         if difference is not None:
@@ -402,7 +405,7 @@ class _Setup:
     def goes_on_in_place(self) -> bool:
         """Whether the memory that the stage goes on with is replaced."""
         out = self.place.out
-        return out is not None and self.start is not None and Path(out) == Path(self.start)
+        return out is not None and self.start is not None and is_same_folder(out, self.start)
 
 
 @contextmanager
@@ -508,8 +511,10 @@ def _save(
     exchanges = list(earlier)
     record: Record
     if isinstance(run.stage, Study):
-        exchanges = correct(earlier, run.stage.study.exchanges)
         record = StudyRecord(**common)
+        # Stopped before its first step, it has learned none.
+        if record.steps:
+            exchanges = correct(earlier, run.stage.study.exchanges)
         if not record.kept and run.is_complete:
             run.drop_checkpoint()
             raise ValueError(_explain_empty_study(record))

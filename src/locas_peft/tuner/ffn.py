@@ -242,7 +242,9 @@ class HostFFN:
                 return None
             return (scale(inputs[0]), *inputs[1:])
 
-        with self.down.register_forward_pre_hook(apply):
+        # With another adapter on the projection, which also takes scale(M).
+        down = unwrap(getattr(self.owner, self.parts.down))
+        with down.register_forward_pre_hook(apply):
             return self.owner(ffn_input, *args, **kwargs)
 
     def find_other_adapter(self) -> str | None:
@@ -286,19 +288,23 @@ class HostFFN:
         """
         width = self.width
         rows = [gate, up] if self.gated else [up]
-        # Last block first: in a fused projection, it shifts none of the others.
-        for (module, first), new in reversed(list(zip(self._row_blocks(), rows, strict=True))):
-            _splice(module, 0, first + width, first + width, new)
-        _splice(self.down, 1, width, width, down)
+        blocks = self._row_blocks()
+        with _restored_on_failure([self.down, *[module for module, _ in blocks]]):
+            # Last block first: in a fused projection, it shifts none of the others.
+            for (module, first), new in reversed(list(zip(blocks, rows, strict=True))):
+                _splice(module, 0, first + width, first + width, new)
+            _splice(self.down, 1, width, width, down)
         self._refresh_owner()
 
     @torch.no_grad()
     def narrow(self, width: int) -> None:
         """Remove the neurons from `width` on. The others keep their bits."""
         stop = self.width
-        for module, first in reversed(self._row_blocks()):
-            _splice(module, 0, first + width, first + stop)
-        _splice(self.down, 1, width, stop)
+        blocks = self._row_blocks()
+        with _restored_on_failure([self.down, *[module for module, _ in blocks]]):
+            for module, first in reversed(blocks):
+                _splice(module, 0, first + width, first + stop)
+            _splice(self.down, 1, width, stop)
         self._refresh_owner()
 
     @torch.no_grad()
@@ -587,7 +593,30 @@ def _splice(module: nn.Module, dim: int, start: int, stop: int, new: Tensor | No
     if dim == 0 and module.bias is not None:
         bias = module.bias.data
         module.bias.data = torch.cat([bias[:start], bias.new_zeros(len(new)), bias[stop:]])
-    if is_transposed:
+    _refresh_features(module)
+
+
+def _refresh_features(module: nn.Module) -> None:
+    """Let a projection's numbers of features be those of its weight."""
+    if isinstance(module, Conv1D):
         module.nx, module.nf = module.weight.shape
     else:
         module.out_features, module.in_features = module.weight.shape
+
+
+@contextmanager
+def _restored_on_failure(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give projections their weights and biases back if the context fails, as without memory."""
+    before = []
+    for module in modules:
+        bias = None if module.bias is None else module.bias.data
+        before.append((module, module.weight.data, bias))
+    try:
+        yield
+    except Exception:
+        for module, weight, bias in before:
+            module.weight.data = weight
+            if bias is not None:
+                module.bias.data = bias
+            _refresh_features(module)
+        raise

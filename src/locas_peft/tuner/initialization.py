@@ -103,8 +103,15 @@ class Calibration:
         activity = self._activity
         sample = self._sample
         # Both are there after the first forward.
-        if activity is None or sample is None:
+        has_run = activity is not None and sample is not None
+        if self._across_processes:
+            # All fail together: one that fails alone would leave the others waiting.
+            have_run: list = [None] * dist.get_world_size()
+            dist.all_gather_object(have_run, has_run)
+            has_run = all(have_run)
+        if not has_run:
             raise _describe_no_tokens()
+        assert activity is not None and sample is not None
         tokens = torch.tensor(float(self._tokens), dtype=torch.float64, device=activity.device)
         if self._across_processes:
             dist.all_reduce(activity)

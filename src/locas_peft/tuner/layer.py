@@ -545,10 +545,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Return the output of the host's FFN, and calibrate the memories that wait for it."""
         # Merged memories are no slots of the host, which calibration would take them for.
         waiting = [] if row_names or self.merged else self._list_waiting(memories)
+        factors = self._find_factors(memories, row_names)
         result = None
         if waiting:
-            result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
-        factors = self._find_factors(memories, row_names)
+            # With gains the FFN runs again below. Under gradient checkpointing, which recomputes a
+            # forward when the memories are calibrated, the first run must keep nothing.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and factors is None):
+                result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
         if factors is not None:
             return self._run_scaled(factors, hidden_states, *args, **kwargs)
         if result is None:

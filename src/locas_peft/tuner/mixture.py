@@ -257,8 +257,10 @@ class HostMixture:
         parts = [part.to(columns.device, columns.dtype) for part in parts]
         gate, up, down = (part.expand(len(columns), -1, -1) for part in parts)
         first_up = self.expert_width
-        gate_up.data = torch.cat([gate_up[:, :first_up], gate, gate_up[:, first_up:], up], dim=1)
-        columns.data = torch.cat([columns, down], dim=2)
+        wider_gate_up = torch.cat([gate_up[:, :first_up], gate, gate_up[:, first_up:], up], dim=1)
+        wider_columns = torch.cat([columns, down], dim=2)
+        # Both at once: without memory for one, the other stays too.
+        gate_up.data, columns.data = wider_gate_up, wider_columns
         self._refresh_experts()
 
     @torch.no_grad()
@@ -268,8 +270,10 @@ class HostMixture:
             self._widened.narrow(width)
             return
         gate, up = self.experts.gate_up_proj.chunk(2, dim=1)
-        self.experts.gate_up_proj.data = torch.cat([gate[:, :width], up[:, :width]], dim=1)
-        self.experts.down_proj.data = self.experts.down_proj[:, :, :width].contiguous()
+        narrower_gate_up = torch.cat([gate[:, :width], up[:, :width]], dim=1)
+        narrower_columns = self.experts.down_proj[:, :, :width].contiguous()
+        self.experts.gate_up_proj.data = narrower_gate_up
+        self.experts.down_proj.data = narrower_columns
         self._refresh_experts()
 
     @torch.no_grad()

@@ -174,8 +174,13 @@ class _ReferenceLogits:
 
 
 def _is_plain(head: nn.Module | None) -> bool:
-    """Return whether a head can be called outside of its model: not sharded, not offloaded."""
+    """Return whether a head can be called outside of its model.
+
+    It cannot where it is sharded, or where Accelerate moves its input or its weight.
+    """
     weight = getattr(head, "weight", None)
+    if hasattr(head, "_hf_hook"):
+        return False
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and not weight.is_meta
 
 
