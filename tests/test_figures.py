@@ -142,16 +142,20 @@ def list_studies(host: str) -> dict[str, list[str]]:
         ("passage in context", "text in context"),
         ("BM25's sentences in context", "BM25 + base"),
         ("Locas r=64, studied", "study"),
+        ("LoRA r=16, the same lessons", "LoRA r=16, the study's lessons"),
     ],
 )
 def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
     right, divergence, seconds = list_cells(name, README, "| | right | KL on own answers")
     cells = list_studies(HOST)[row]
     assert right == cells[0]
-    if row == "study":
+    if cells[9] != "-":
         numbers = [float(number) for number in re.findall(r"[\d.]+", cells[9])]
         assert divergence == "{:.3f} [{:.3f}, {:.3f}]".format(*numbers)
-        assert seconds == f"{float(cells[7]):.0f} a passage"
+        if row == "study":
+            assert seconds == f"{float(cells[7]):.0f} a passage"
+    if row.startswith("LoRA"):
+        assert seconds == f"{float(cells[7]):.0f}, without writing"
 
 
 def test_the_choice_of_a_method_rests_on_the_table_of_studies():
@@ -172,7 +176,15 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
 def find_article_change(host: str, row: str) -> list[str]:
     """The mean change of the article's perplexity by the memories of a row, and its interval, in %."""
     numbers = re.findall(r"-?[\d.]+", list_studies(host)[row][11])
-    return [f"{float(number):.0f}" for number in numbers]
+    return [f"{float(number):,.0f}" for number in numbers]
+
+
+def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
+    studies = list_studies(HOST)
+    locas, *ends = re.findall(r"-?[\d.]+", studies["study"][10])
+    lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons"][10])[0]
+    interval = ", ".join(f"{float(end):.1f}" for end in ends)
+    assert f"is {float(locas):.1f}% [{interval}] higher (LoRA: {float(lora):.0f}%)" in README
 
 
 def test_what_a_study_does_to_its_article_is_that_of_the_results():
@@ -180,7 +192,9 @@ def test_what_a_study_does_to_its_article_is_that_of_the_results():
     small, *small_ends = find_article_change("smollm2", "study")
     lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons")
     assert f"its article's {qwen}% higher." in README
-    assert f"of the same article by {qwen}% [{', '.join(qwen_ends)}]" in RESULTS
+    with_locas = f"by {qwen}% [{', '.join(qwen_ends)}] with Locas"
+    other, *other_ends = find_article_change(HOST, "LoRA r=16, the study's lessons")
+    assert f"{with_locas}, by {other}% [{', '.join(other_ends)}] with LoRA" in RESULTS
     with_locas = f"of the same article rise by {small}% [{', '.join(small_ends)}] with Locas"
     assert f"{with_locas}, by {lora}% [{', '.join(lora_ends)}] with LoRA" in RESULTS
     page = (ROOT / "docs" / "concepts" / "study.md").read_text(encoding="utf-8")
