@@ -197,7 +197,7 @@ def test_a_lock_keeps_a_second_writer_out_until_it_is_closed(tmp_path):
             pass
     assert isinstance(caught.value, ValueError)
     assert str(caught.value) == (
-        f"checkpoint folder must have one writer, got {str(folder)!r}, which another reading is using: wait for it, "
+        f"checkpoint folder must have one writer, got {str(folder)!r}, which another reading or study is using: wait for it, "
         "or choose another folder"
     )
     assert os.listdir(tmp_path) == [], "the folders that were made are removed"

@@ -268,7 +268,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert signal.getsignal(signal.SIGTERM) == former
     assert names(tmp_path / "parts") == ["checkpoint"]
 
-    line = "--out 'parts' holds an unfinished reading: go on with --resume, or give --overwrite"
+    line = "--out 'parts' holds an unfinished reading or study: go on with --resume, or give --overwrite"
     assert refused(run, *arguments, "--out", "parts") == line
     assert run(*arguments, "--out", "parts", "--resume")[0] == 0
     assert names(tmp_path / "parts") == MEMORY_FILES

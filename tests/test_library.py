@@ -195,9 +195,9 @@ def test_a_memory_is_forgotten_with_what_killed_processes_left_in_it(library):
 
 def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
     with locked(library.folder / "lamp" / CHECKPOINT_FOLDER):
-        with pytest.raises(InUse, match="another reading is using"):
+        with pytest.raises(InUse, match="another reading or study is using"):
             library.forget("lamp")
-        with pytest.raises(InUse, match="another reading is using"):
+        with pytest.raises(InUse, match="another reading or study is using"):
             library.rename("lamp", "light")
     before = content(library.find("lamp"))
     assert library.rename("lamp", "light") == "light"

@@ -346,7 +346,7 @@ def test_questions_are_in_the_language_of_the_text(
         return [question, other][: len(requests)]
 
     monkeypatch.setattr(writing, "write_replies", reply)
-    written = writing.WrittenBlock(1)
+    written = writing.WrittenBlock()
     found = writing._ask(None, tokenizer, [passage], 2, None, written, words)[0]
     assert found == (passage, question)
     assert question.startswith(begins[0])
@@ -416,7 +416,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
     monkeypatch.setattr(writing, "continue_rows", reply)
-    written = writing.WrittenBlock(2)
+    written = writing.WrittenBlock()
     words = QuestionWords(("Who",), (), "")
     questions = writing._ask(None, tokenizer, [first, second], 2, None, written, words)
     assert questions == [
@@ -432,7 +432,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     ]  # a near-duplicate is asked for once more
     assert written.asked == 6 and written.dropped == ["Who was he."]
     assert not writing._ask(
-        None, tokenizer, [first], 2, None, writing.WrittenBlock(1), words
+        None, tokenizer, [first], 2, None, writing.WrittenBlock(), words
     )  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
 
@@ -899,7 +899,7 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(
     with pytest.raises(KeyboardInterrupt):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_step=stop, **options)
     assert same(tmp_path / "memory", former)
-    message = "holds an unfinished reading: go on with --resume, or give --overwrite$"
+    message = "holds an unfinished reading or study: go on with --resume, or give --overwrite$"
     with pytest.raises(ValueError, match=message):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
     options["resume"] = True

@@ -707,7 +707,7 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
     interrupted(base, input_ids, settings, at=4, number=number, **options)
     assert os.listdir(folder) == [CHECKPOINT_FOLDER]
-    message = "^--out .* holds an unfinished reading: go on with --resume, or give --over"
+    message = "^--out .* holds an unfinished reading or study: go on with --resume, or give --over"
     with pytest.raises(ValueError, match=message):
         read(base, input_ids, settings, **options)
     torch.manual_seed(12345)

@@ -1,4 +1,4 @@
-"""The checkpoint of an unfinished reading: its file, its folder, and the lock of that folder.
+"""The checkpoint of an unfinished reading or study: its file, its folder, and the folder's lock.
 
 A checkpoint is written to a temporary file, flushed and renamed, so that a kill, a full disk or a
 power cut leaves one that can be loaded. It is loaded with `weights_only`: it holds tensors and
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CHECKPOINT_FOLDER = "checkpoint"
-"""In a memory's folder: the folder of an unfinished reading."""
+"""In a memory's folder: the folder of an unfinished reading or study."""
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
@@ -135,7 +135,7 @@ class InUse(ValueError):  # noqa: N818 - the name is used for what it says
 def locked(directory: str | Path) -> Iterator[Path]:
     """Hold a checkpoint's folder for one writer within the context.
 
-    `InUse` is raised if another reading holds it. The folder is made where it is missing.
+    `InUse` is raised if another one holds it. The folder is made where it is missing.
     Afterwards it is removed where it is empty, with parents that were made.
     """
     directory = Path(directory)
@@ -146,7 +146,7 @@ def locked(directory: str | Path) -> Iterator[Path]:
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(directory / LOCK))
             except InUse:
-                got = f"{str(directory)!r}, which another reading is using"
+                got = f"{str(directory)!r}, which another reading or study is using"
                 remedy = "wait for it, or choose another folder"
                 raise InUse(
                     f"checkpoint folder must have one writer, got {got}: {remedy}"

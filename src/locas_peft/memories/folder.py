@@ -92,8 +92,8 @@ def check_vacant(
     replaced.
 
     Args:
-        resume: an unfinished reading in the folder will go on.
-        overwrite: an unfinished reading and a memory may be replaced.
+        resume: an unfinished reading or study in the folder will go on.
+        overwrite: an unfinished reading or study and a memory may be replaced.
         goes_on: a memory alone may be replaced.
     """
     folder = Path(directory)
@@ -108,7 +108,8 @@ def check_vacant(
                 raise ValueError(f"{holds} a file {name} that no reading wrote: {remedy}")
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
     if unfinished and not resume and not overwrite:
-        raise ValueError(f"{holds} an unfinished reading: go on with --resume, or give --overwrite")
+        remedy = "go on with --resume, or give --overwrite"
+        raise ValueError(f"{holds} an unfinished reading or study: {remedy}")
     if is_memory and not (unfinished or overwrite or goes_on):
         raise ValueError(f"{holds} a memory: choose another folder, or give --overwrite")
 

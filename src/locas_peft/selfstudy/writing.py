@@ -51,13 +51,11 @@ class WrittenBlock:
     """What was written about a block of passages.
 
     Attributes:
-        passages: how many the block has.
         asked: how many questions were asked.
         exchanges: those that are learned.
         dropped: replies that are no question about their passage.
     """
 
-    passages: int
     asked: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -88,7 +86,7 @@ def write_exchanges(
     for number in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + number) % 2**63)
         block_passages = passages[number * BLOCK :][:BLOCK]
-        block = WrittenBlock(len(block_passages))
+        block = WrittenBlock()
         shared = _list_shared_words(block_passages)
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
             questions = _ask(

@@ -85,10 +85,10 @@ class ActiveParts:
                 module.training = True
 
 
-def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
-    """Calibrate empty memories, or one, on their first chunk, a LongTensor [B, N].
+def calibrate_empty(model: nn.Module, input_ids: Tensor) -> None:
+    """Calibrate empty memories on their first chunk, a LongTensor [B, N].
 
     Later tokens would leak into scores.
     """
-    for name in uncalibrated_memories(model, adapter_name):
+    for name in uncalibrated_memories(model):
         calibrate(model, [input_ids], name, across_processes=False)

@@ -90,7 +90,7 @@ def _join_slots(layer: LocasLayer, names: Iterable[str]) -> list[int] | None:
 
 @torch.no_grad()
 def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float]) -> None:
-    """Fill a layer's new memory with the slots of others, record them, and clip it.
+    """Fill a layer's new memory with the slots of others, which are clipped, and record them.
 
     Args:
         layer: the layer.

@@ -10,7 +10,7 @@ from .ffn import FFNParts, HostFFN, find_dense, list_known_parts
 from .mixture import HostMixture
 from .modules import host_modules, is_wrapper, plain_name
 
-# Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
+# Towers beside a multimodal model's language model. Their FFNs get no memory.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
 # A gated norm may have two small projections and an activation inside.
