@@ -1,5 +1,7 @@
 """Placement: Accelerate's device and precision, a base split over CPU and disk, quantised bases."""
 
+import types
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -64,6 +66,16 @@ def test_accelerate_chooses_device_and_dtype():
         Accelerator(mixed_precision=precision, cpu=True)
         assert load_base()[0].dtype == expected
         assert load_base(dtype="float16")[0].dtype == torch.float16
+
+
+def test_a_gpu_without_float64_is_not_used(monkeypatch):
+    apple = types.SimpleNamespace(device=torch.device("mps"))
+    monkeypatch.setattr(placing, "join_processes", lambda: apple)
+    assert choose_device("auto") == torch.device("cpu")
+    # As where torch can use one.
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="^device must have float64, got mps: give cpu$"):
+        choose_device("mps")
 
 
 def test_a_base_that_fits_is_on_one_device(folder):

@@ -25,21 +25,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 QUANTIZATIONS = ("nf4", "int8")
 # The dtype for each mixed precision of Accelerate.
 _PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
+_WITHOUT_FLOAT64 = "mps"
 # Of a device's free memory that weights may take; the rest is for a chunk's activations.
 _SHARE = 0.8
 
 
 def choose_device(device: str) -> torch.device:
-    """Turn a device's name into a device; "auto" is the one that Accelerate gives the process."""
+    """Turn a device's name into a device; "auto" is the one that Accelerate gives the process.
+
+    An Apple GPU is not used: it has no float64, in which losses and statistics are summed.
+    """
     if device == "auto":
-        return join_processes().device
+        given = join_processes().device
+        return torch.device("cpu") if given.type == _WITHOUT_FLOAT64 else given
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(
             f"device must be one that torch can use, got {device!r} ({first_line(error)})"
         ) from None
-    return torch.device(device)
+    chosen = torch.device(device)
+    if chosen.type == _WITHOUT_FLOAT64:
+        raise invalid("device", "have float64", device, "give cpu")
+    return chosen
 
 
 def choose_dtype(dtype: str) -> torch.dtype | None:
