@@ -756,6 +756,22 @@ def test_without_memory_for_a_weight_no_layer_changes_in_part(
     assert not same(model, before)
 
 
+def test_a_merged_ffn_that_is_not_found_again_undoes_the_merge(monkeypatch):
+    model = make_model()
+    before = snapshot(model)
+
+    def find_others(*args):
+        found = find_ffns(*args)
+        found.pop("model.layers.1.mlp")
+        return found
+
+    monkeypatch.setattr("locas_peft.tuner.model.find_ffns", find_others)
+    message = r"^the FFN model.layers.1.mlp is not found again with its merged neurons: merge mem"
+    with pytest.raises(ValueError, match=message):
+        model.merge_and_unload()
+    assert same(model, before)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_safe_merge_refuses_values_that_overflow_in_the_host_s_dtype(family):
     model = get_peft_model(make_host(family, torch.float16), LocasConfig(r=4))

@@ -356,9 +356,11 @@ class HostFFN:
             with torch.no_grad(), evaluating(self.owner):
                 expected = self.owner(token, *residuals)
                 output = self._forward(token)
+        except torch.OutOfMemoryError:
+            raise
         # An activation of two arguments, a forward that needs more than its input, ...
-        except Exception:
-            raise self._make_mismatch() from None
+        except Exception as cause:
+            raise self._make_mismatch() from cause
         if isinstance(expected, Tensor):
             error = (expected - output).float().norm()
             if not error > 0.02 * expected.float().norm():
@@ -404,8 +406,10 @@ class HostFFN:
         try:
             with torch.no_grad(), evaluating(self.owner):
                 activation = self._activate(seen[self.parts.inlet])
-        except Exception:
-            raise self._make_mismatch() from None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as cause:
+            raise self._make_mismatch() from cause
         received = seen[self.parts.down]
         error = (received - activation.reshape(received.shape)).float().norm()
         if error > 0.02 * received.float().norm():

@@ -296,6 +296,8 @@ class HostMixture:
             return True
         try:
             return self._is_sum_on_random_tokens()
+        except torch.OutOfMemoryError:
+            raise
         # A router may need more than the block's input, such as the tokens' ids, and an activation
         # more than one argument.
         except Exception:

@@ -418,8 +418,13 @@ class LocasModel(BaseTuner):
             config = self.peft_config[name]
             multiple = math.lcm(multiple, config.pad_to_multiple_of or 1)
             ffn_parts = ffn_parts or config.ffn_parts
+        ffns = find_ffns(self.model, ffn_parts)
+        for name, layer in layers.items():
+            if layer.merged_adapters and name not in ffns:
+                problem = f"the FFN {name} is not found again with its merged neurons"
+                raise ValueError(f"{problem}: merge memories of the same ffn_parts only")
         groups: dict[tuple[type, int], WidthGroup] = {}
-        for name, ffn in find_ffns(self.model, ffn_parts).items():
+        for name, ffn in ffns.items():
             width = layers[name].base_width if name in layers else ffn.width
             group = groups.setdefault((type(ffn), width), WidthGroup(width, 0, {}))
             group.ffns[name] = ffn
