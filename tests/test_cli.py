@@ -324,6 +324,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, memory, command
     ("command", "message"),
     [
         ("study text.txt --out m --exchanges-file bad.jsonl", "each line of 'bad.jsonl' must be "),
+        (
+            "study text.txt --out m --exchanges-file bad.jsonl --exchanges 3",
+            "--exchanges is the number of questions that are written, got --exchanges-file too: ",
+        ),
         ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
         ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
         ("eval perplexity text.txt --method lora --scaling 2", "scaling has no meaning for the "),
@@ -499,6 +503,11 @@ def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
     assert code == 0 and "base       \\x1b[31mred\n" in stdout and "\x1b" not in stdout
 
 
+def test_answers_have_no_control_characters():
+    answer = "one\x1b[2J\n\ttwo\x07, \u200d\u0645\xa0\u0645"
+    assert console.without_controls(answer) == "one\\x1b[2J\n\ttwo\\x07, \u200d\u0645\xa0\u0645"
+
+
 # ---------------------------------------------------------------------- with a memory
 
 
@@ -658,6 +667,8 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     line = "--out must be a new or empty folder, got 'merged' with files in it: choose another, or give --overwrite"
     assert refused(run, "merge", memory, "--out", "merged") == line
     (tmp_path / "merged" / "notes.txt").write_text("mine")
+    # Of a former checkpoint: it would be used with the new one.
+    (tmp_path / "merged" / "chat_template.jinja").write_text("former")
     assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["intermediate_size"] == 768 + 16
@@ -750,6 +761,11 @@ def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatc
     monkeypatch.setattr(HfApi, "create_repo", refuse)
     line = "memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`"
     assert refused(run, *arguments) == line
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "m" / "adapter_model.bin").symlink_to(tmp_path / "secret")
+    line = "memory must be pushed without links, got the link 'adapter_model.bin': "
+    assert refused(run, *arguments).startswith(line)
+    (tmp_path / "m" / "adapter_model.bin").unlink()
     (tmp_path / "m" / "adapter_model.safetensors").unlink()
     assert refused(run, *arguments).startswith("memory 'm' has no adapter_model.safetensors")
 

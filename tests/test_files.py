@@ -276,3 +276,29 @@ def test_outputs_are_checked_before_the_work(tmp_path):
         with pytest.raises(ValueError) as raised:
             check("--x", tmp_path / path)
         assert str(raised.value) == f"--x must {message}".format(repr(str(tmp_path / path)))
+
+
+def test_a_replacement_follows_no_link_out_of_its_folder(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "keys").write_text("mine")
+    memory = tmp_path / "memory"
+    (memory / ".locas-staged").mkdir(parents=True)
+    (memory / "keys").write_text("theirs")
+    (memory / ".locas-staged" / "keys").write_text("new")
+    (memory / ".locas-staged" / ".old").symlink_to(tmp_path / "home")
+    finish_replacement(memory)
+    assert (tmp_path / "home" / "keys").read_text() == "mine"
+    assert (memory / "keys").read_text() == "theirs"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
+def test_a_link_to_a_result_stays_and_a_device_is_refused(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "there" / "result.json")
+    write_json(tmp_path / "link.json", [1])
+    write_json(tmp_path / "link.json", [2])
+    assert (tmp_path / "link.json").is_symlink()
+    assert load_json(tmp_path / "there" / "result.json") == [2]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="^--json must be a plain file, got the device '.*': name"):
+        check_output_file("--json", tmp_path / "pipe")

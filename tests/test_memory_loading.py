@@ -131,6 +131,17 @@ def test_fields_that_a_memory_does_not_have(tmp_path):
         loading.load_memory(load_base(device="cpu")[0], tmp_path, pad_to_multiple_of=8)
 
 
+def test_an_adapter_that_would_change_the_base_is_refused(tmp_path):
+    base, _ = load_base(device="cpu")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    get_peft_model(base, config).save_pretrained(tmp_path)
+    base, _ = load_base(device="cpu")
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    with pytest.raises(ValueError, match="must not change the base, got init_lora_weights='pissa'"):
+        loading.load_memory(base, tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in base.state_dict().items())
+
+
 def test_a_memory_describes_itself(memory):
     found = loading.describe_memory(memory)
     assert found["peft_type"] == "LOCAS" and found["r"] == 4 and found["init"] == "topk"

@@ -349,6 +349,7 @@ def test_a_record_of_another_version_is_named(base, input_ids):
         # A setting that has left.
         {**value, "objective": "nll"},
         {name: item for name, item in value.items() if name != "nll_nats"},
+        {**value, "curve": [1, 2]},
     ):
         message = "^record.json must be one that this version wrote .*: read the text aga"
         with pytest.raises(ValueError, match=message):
@@ -1007,6 +1008,17 @@ def test_a_memory_that_goes_on_in_place_keeps_its_text(base, input_ids, tmp_path
     assert {name: (tmp_path / name).read_text() for name in texts} == texts
     read(base, ids, settings, out=tmp_path, start=tmp_path, kept_text="", sample="")
     assert not any((tmp_path / name).exists() for name in texts)
+
+
+def test_a_second_reading_in_place_that_was_killed_is_no_finished_one(base, input_ids, tmp_path):
+    ids, settings = input_ids[:130], small(r=4)
+    read(base, ids, settings, out=tmp_path)
+    read(base, ids, settings, out=tmp_path, start=tmp_path, resume=True)
+    assert len(load_records(tmp_path)) == 2
+    before = (tmp_path / "adapter_model.safetensors").read_bytes()
+    read(base, ids, settings, out=tmp_path, start=tmp_path, resume=True)
+    assert len(load_records(tmp_path)) == 2
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
 
 
 def test_a_new_memory_in_the_place_of_another_removes_its_text(base, input_ids, tmp_path):

@@ -159,6 +159,25 @@ def test_a_folder_of_another_run_is_refused(locomo_run, run):
     assert code == 2 and "--lr must be" in err
 
 
+def test_sessions_without_the_evidence_of_a_question_are_refused(run, tmp_path):
+    samples = make_samples()
+    for sample in samples:
+        for question in sample["qa"]:
+            question["evidence"] = []
+    write_samples(tmp_path, samples)
+    code, _, err = run("locomo talks.json --limit-sessions 1 --out o", *FAST)
+    assert code == 2
+    message = "--limit-sessions must leave the evidence of a question, got 1: take more sessions"
+    assert err.endswith(f"{message}\n")
+
+
+def test_answers_under_way_are_of_one_run(tmp_path):
+    unit = Unit(tmp_path / "answers.json", dict)
+    assert not unit.has_begun
+    unit.unfinished.write_text("[]")
+    assert unit.has_begun
+
+
 def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     samples = make_samples()
     del samples[0]["qa"][1]["answer"]

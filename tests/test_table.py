@@ -113,6 +113,7 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
         ({"name": "x", "text": "a b", "path": "one.txt"}, "and either path or text, not empty"),
         ({"name": "x", "text": ""}, "and either path or text, not empty"),
         ({"name": "x", "text": 5}, "and either path or text, not empty"),
+        ({"name": "x", "path": "-"}, "path must be a file, got standard input: "),
         ({"name": "../x", "text": "a b"}, "name must be at most 60 letters"),
         ({"name": "x", "text": "a b", "model": "m"}, "settings must be those of the command, got "),
         ({"name": "x", "text": "a b", "r": "8"}, "r must be an int, got str"),

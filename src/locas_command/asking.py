@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from .console import open_consoles, printable, write_result
+from .console import open_consoles, printable, without_controls, write_result
 from .options import (
     ANSWERER,
     BASE,
@@ -77,7 +77,7 @@ def generate(
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
         written = continuation.strip("\n") if is_chat else prompt + continuation
-        stdout.print(written + "\n")
+        stdout.print(without_controls(written) + "\n")
     write_result(
         json_file,
         {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory},
@@ -177,7 +177,7 @@ def _show_answer(answer: Any, stdout: Console, named: bool) -> None:
     line = answer.text
     if answer.right is not None:
         line += f"   ({answer.question.answer})"
-    stdout.print(line)
+    stdout.print(without_controls(line))
 
 
 def _show_memories(answer: Any, stdout: Console) -> None:
@@ -246,7 +246,7 @@ def chat(
         turns.append({"role": "assistant", "content": reply.text})
         if answerer.library is not None:
             _show_memories(reply, stdout)
-        stdout.print(reply.text)
+        stdout.print(without_controls(reply.text))
         if answerer.source:
             _show_source(reply, stdout)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -205,6 +206,19 @@ def printable(text: str) -> str:
     characters = []
     for character in " ".join(text.split()):
         if not character.isprintable():
+            character = repr(character)[1:-1]
+        characters.append(character)
+    return "".join(characters)
+
+
+def without_controls(text: str) -> str:
+    """Return a text with its control characters escaped, but line breaks and tabs.
+
+    A model's words may hold those that move a terminal's cursor or clear it.
+    """
+    characters = []
+    for character in text:
+        if unicodedata.category(character) == "Cc" and character not in "\n\t":
             character = repr(character)[1:-1]
         characters.append(character)
     return "".join(characters)

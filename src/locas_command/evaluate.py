@@ -147,6 +147,9 @@ def locomo(
     chosen = choose_conversations(in_file, names)
     if limit_sessions is not None:
         chosen = [keep_sessions(conversation, limit_sessions) for conversation in chosen]
+        if not any(conversation.questions for conversation in chosen):
+            rule = "--limit-sessions must leave the evidence of a question"
+            raise ValueError(f"{rule}, got {limit_sessions}: take more sessions")
     if asking.wrong_memory and len(chosen) < 2:
         stderr.print(
             "no wrong-memory control: it needs a second conversation, whose memory is asked"

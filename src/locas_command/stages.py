@@ -137,6 +137,9 @@ def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
     stdout, stderr = open_consoles(job.json_file)
     if job.place.resume and job.place.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
+    if exchanges_file is not None and getattr(job.settings, "exchanges", None) is not None:
+        rule = "--exchanges is the number of questions that are written"
+        raise ValueError(f"{rule}, got --exchanges-file too: leave one of them out")
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     content = load_text(text)
     job, library = _choose_place(text, job)
@@ -180,7 +183,7 @@ def _choose_place(text: str, job: _Job) -> tuple[_Job, Any]:
         other = "--out" if place.out is not None else "--method none"
         rule = f"--library saves the memory itself, got {other} too"
         raise ValueError(f"{rule}: leave one of them out")
-    from locas_peft.files import check_output_directory
+    from locas_peft.files import check_output_directory, is_same_folder
     from locas_peft.library import Library
 
     check_output_directory("--library", place.library)
@@ -188,7 +191,8 @@ def _choose_place(text: str, job: _Job) -> tuple[_Job, Any]:
     name = place.name
     start = place.start
     if start is not None:
-        former = start.name if start.parent == place.library else str(start)
+        is_inside = is_same_folder(start.parent, place.library)
+        former = start.name if is_inside else str(start)
         if former in library or not start.is_dir():
             start = library.find(former)
             name = name or former

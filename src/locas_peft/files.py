@@ -130,6 +130,9 @@ def finish_replacement(directory: str | Path) -> None:
         return
     with suppress(FileNotFoundError):
         (complete / _OLD).mkdir(exist_ok=True)
+    # Through a link, a folder of a stranger would move files out of itself.
+    if (complete / _OLD).is_symlink() or (complete / _GONE).is_symlink():
+        return
     for name in (*_list_new(complete / _GONE), *_list_new(complete)):
         with suppress(FileNotFoundError):
             os.replace(Path(directory) / name, complete / _OLD / name)
@@ -147,9 +150,10 @@ def remove_unfinished(directory: str | Path) -> None:
 def staged_file(path: str | Path) -> Iterator[Path]:
     """Yield the path of a new file, which becomes `path`, in one step, at the end of the block.
 
-    After an error it is removed, and a file that was there is untouched.
+    After an error it is removed, and a file that was there is untouched. A link stays, and its
+    target is replaced.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
@@ -294,6 +298,8 @@ def check_output_file(option: str, path: str | Path) -> None:
     name = repr(str(path))
     if path.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {name}: name a file inside it")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} must be a plain file, got the device {name}: name another")
     if not path.parent.is_dir():
         raise ValueError(
             f"{option} must lie in an existing folder, got {name}: make its folder first"

@@ -168,5 +168,5 @@ def is_right(text: str, gold: str) -> bool:
 
     Case, white space and the leading English article of the gold phrase do not matter.
     """
-    phrase = re.sub(r"^\s*(a|an|the)\s+", "", gold, flags=re.IGNORECASE)
+    phrase = re.sub(r"^(a|an|the)\s+", "", gold.strip(), flags=re.IGNORECASE)
     return holds_phrase(text, phrase)

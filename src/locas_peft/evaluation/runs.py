@@ -15,7 +15,7 @@ from locas_settings import StageSettings
 from ..asking import current_day, dated
 from ..checks import describe_difference
 from ..files import load_json, write_json
-from ..memories.checkpoint import has_checkpoint, held
+from ..memories.checkpoint import held
 from ..memories.folder import FILES
 from ..processes import in_first_process
 from ..progress import Progress, follow_steps, silent
@@ -167,7 +167,7 @@ class Run:
         if self.overwrite:
             for unit in units:
                 remove_unit(unit, folder, FILES)
-        elif any(unit.path.exists() or has_checkpoint(unit.checkpoint) for unit in units):
+        elif any(unit.has_begun for unit in units):
             _check_same_run(record, earlier, self.out)
             methods = {**earlier.get("methods", {}), **record["methods"]}
             day = earlier.get("date", record["date"])

@@ -50,6 +50,12 @@ class Unit:
         return self.path.with_suffix(".unfinished")
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is the result, or a part of the work."""
+        is_under_way = checkpoint.has_checkpoint(self.checkpoint) or self.unfinished.exists()
+        return self.path.exists() or is_under_way
+
+    @property
     def lock(self) -> Path:
         """The lock file, which exists while a process works on the unit, or after it was killed."""
         return Path(f"{self.path}.lock")

@@ -110,7 +110,9 @@ class Library:
     def list_unfinished(self) -> builtins.list[str]:
         """Return the names of memories whose first reading was interrupted, or goes on."""
         checkpoints = self.folder.glob(f"*/{CHECKPOINT_FOLDER}")
-        names = sorted(normalize_name(checkpoint.parent.name) for checkpoint in checkpoints)
+        # A linked folder is no memory of the library.
+        folders = [each.parent for each in checkpoints if not each.parent.is_symlink()]
+        names = sorted(normalize_name(folder.name) for folder in folders)
         return [name for name in names if is_name(name) and name not in self]
 
     def find(self, name: str | None) -> Path:

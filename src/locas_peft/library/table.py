@@ -146,6 +146,8 @@ def _parse_row(
         )
     if values.get("method") == "none":
         raise ValueError("method must be one that learns, got 'none': choose another")
+    if file == "-":
+        raise ValueError("path must be a file, got standard input: name one, or give text")
     content = text or folder / file
     settings = replace(settings, **values)
     # Values that contradict each other are refused before the base is loaded.

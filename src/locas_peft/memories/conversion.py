@@ -16,12 +16,26 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import invalid
-from ..files import finish_replacement, staged
+from ..files import drop_former, finish_replacement, staged
 from ..slots import to_lora, widen_base
 from .folder import MEMORY_CONFIG, escape, make_card, save_memory
 from .loading import describe_memory, load_memory, memory_attached
 
 __all__ = ["export_memories", "merge_memory", "save_adapter", "share_weights"]
+
+# What transformers loads of a checkpoint's folder beside `config.json`.
+_CHECKPOINT_FILES = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*",
+    "generation_config.json",
+    "chat_template.*",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
@@ -62,7 +76,26 @@ def merge_memory(
     with staged(out) as folder:
         merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        _drop_former_checkpoint(out, folder)
     return merged
+
+
+def _drop_former_checkpoint(out: Path, folder: Path) -> None:
+    """Let a new checkpoint also replace the files of a former one that it has no other for.
+
+    A former chat template, or a single file of weights beside new parts, would be loaded with it.
+
+    Args:
+        out: the folder of the former checkpoint, if there is one.
+        folder: the new checkpoint, as `files.staged` yields it.
+    """
+    former = []
+    for pattern in _CHECKPOINT_FILES:
+        for file in out.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
+                former.append(file.name)
+    if former:
+        drop_former(folder, former)
 
 
 def export_memories(

@@ -4,6 +4,7 @@ An archive may be hostile.
 """
 
 import io
+import lzma
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from .. import __version__, backbone
 from ..bases.gguf import is_gguf
@@ -77,7 +78,15 @@ FILES = (
     TEXT_SIGNATURE,
 )
 """The files of a memory; no other is packed, unpacked or deleted."""
-_PUSHED = (CARD, MEMORY_CONFIG, "adapter_model.*", RECORD, READING, SIGNATURE)
+_PUSHED = (
+    CARD,
+    MEMORY_CONFIG,
+    SAFETENSORS_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    RECORD,
+    READING,
+    SIGNATURE,
+)
 MOST_BYTES = 2**30
 """The most that an archive unpacks to."""
 _MOST_LISTED_BYTES = 2**20
@@ -165,8 +174,13 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
 
     A new repository is made where there is none. `PeftModel.push_to_hub` would write an empty
     template in place of the card. The files that quote its text stay here: the text, the sample
-    of it, and the exchanges of a self-study.
+    of it, and the exchanges of a self-study. A file that is a link, which may lead anywhere, is a
+    `ValueError`.
     """
+    for name in _PUSHED:
+        if (Path(directory) / name).is_symlink():
+            remedy = "copy the memory with its files first"
+            raise invalid("memory", "be pushed without links", f"the link {name!r}", remedy)
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
         HfApi().upload_folder(
@@ -254,6 +268,7 @@ def unpack(archive: Path, folder: Path) -> None:
     except (
         zipfile.BadZipFile,
         zlib.error,
+        lzma.LZMAError,
         EOFError,
         RuntimeError,
         NotImplementedError,

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _SAVE_AGAIN = "copy or save the memory again"
+# With these PEFT subtracts the adapter's first product from the base's weights as it is added.
+_INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _DESCRIBED_PARTS = ("r", "tau", "input_scale", "gate", "up", "down", "gain")
 _TABULATED_NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
 
@@ -230,13 +232,13 @@ def tabulate_memory(memory: dict[str, Any]) -> Sheet:
         tau = "-"
         if layer["tau"] is not None:
             tau = f"{layer['tau']:.4g}"
-        row = [name, str(layer["r"]), tau]
+        row = [one_line(name), str(layer["r"]), tau]
         for part, statistic in _TABULATED_NORMS:
             norms = layer[part]
             row.append(format_figure(norms and norms[statistic], 3))
         row.append(_format_slots(layer["slots"] or []))
         rows.append(row)
-    title = f"{pattern}   (gate, up, down: mean norm of the slots; max: of down)".strip()
+    title = f"{one_line(pattern)}   (gate, up, down: mean norm of the slots; max: of down)".strip()
     headers = ["FFN", "r", "tau", "gate", "up", "down", "max", "host slots"]
     return Sheet(title, headers, rows)
 
@@ -319,7 +321,12 @@ def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) -> None:
-    """Raise a `ValueError` where PEFT would copy weights of an adapter's file into the base."""
+    """Raise a `ValueError` where PEFT would change the base's weights as it loads an adapter."""
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
+        problem = f"{path.parent} must not change the base, got init_lora_weights={init!r}"
+        remedy = "save it as a plain LoRA, with PEFT's path_initial_model_for_weight_conversion"
+        raise ValueError(f"{problem}: {remedy}")
     weights = base.state_dict()
     modules_to_save = getattr(config, "modules_to_save", None) or ()
     for key in _load_other_tensors(path):

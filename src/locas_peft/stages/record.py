@@ -94,8 +94,7 @@ class Record:
         try:
             return cls(settings=settings_class(**settings), **figures)
         except TypeError as error:
-            rule = f"{RECORD} must be one that this version wrote ({error})"
-            raise ValueError(f"{rule}: read the text again") from None
+            raise _make_unreadable(error) from None
 
     @classmethod
     def _numbers(cls) -> set[str]:
@@ -148,7 +147,10 @@ class ReadRecord(Record):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ReadRecord":
         record = super().from_json(value)
-        curve = [(tokens, value) for tokens, value in record.curve]
+        try:
+            curve = [(tokens, perplexity) for tokens, perplexity in record.curve]
+        except TypeError as error:
+            raise _make_unreadable(error) from None
         return dataclasses.replace(record, curve=curve)
 
     @classmethod
@@ -166,7 +168,7 @@ class StudyRecord(Record):
         given: whether the exchanges were given.
         steps, skipped_steps: optimizer steps; those left out since a value was not finite.
         kl_nats: KL(teacher || student) a token over the first and the last pass.
-        samples: replies of the model that were no question.
+        samples: replies of the model that were no question; those of a saved study are left out.
         writing_seconds, learning_seconds: wall time.
         exchanges_sha256: of the exchanges' file.
         date: the day that a chat template prints in the prompts, "2026-11-26"; None where an
@@ -197,6 +199,11 @@ _SETTINGS: dict[type[Record], type[AdapterSettings]] = {
     ReadRecord: ReadSettings,
     StudyRecord: StudySettings,
 }
+
+
+def _make_unreadable(error: Exception) -> ValueError:
+    rule = f"{RECORD} must be one that this version wrote ({error})"
+    return ValueError(f"{rule}: read the text again")
 
 
 def _null_to_nan(value: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -461,7 +461,9 @@ def _check_out(setup: _Setup, expected: dict[str, Any]) -> Record | None:
     if place.out is None:
         return None
     replaces = place.overwrite or setup.goes_on_in_place
-    if place.resume:
+    # With one record, the memory in `out` is the one to go on with, and no result of this stage.
+    is_start = setup.goes_on_in_place and len(load_records(place.out)) < 2
+    if place.resume and not is_start:
         try:
             finished = find_finished(place.out, expected)
         except ValueError:
@@ -478,11 +480,10 @@ def _resume(run: StageRun, setup: _Setup) -> None:
     """Load the checkpoint of a stage, where it is to be resumed and there is one."""
     if not setup.place.resume or run._folder is None:
         return
-    state = checkpoint.load(run._folder)
-    if state is None:
-        return
     try:
-        run.resume(state)
+        state = checkpoint.load(run._folder)
+        if state is not None:
+            run.resume(state)
     except ValueError:
         if not setup.place.overwrite:
             raise
@@ -512,6 +513,8 @@ def _save(
     record: Record
     if isinstance(run.stage, Study):
         record = StudyRecord(**common)
+        # They may quote the text, and the record is pushed.
+        record = replace(record, samples=[])
         # Stopped before its first step, it has learned none.
         if record.steps:
             exchanges = correct(earlier, run.stage.study.exchanges)
