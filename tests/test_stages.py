@@ -1021,6 +1021,23 @@ def test_a_second_reading_in_place_that_was_killed_is_no_finished_one(base, inpu
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
 
 
+def test_a_reading_in_place_that_was_killed_after_its_memory_was_saved_is_finished(
+    base, input_ids, tmp_path, monkeypatch
+):
+    ids, settings = input_ids[:300], small(r=4)
+    read(base, ids, settings, out=tmp_path)
+    place = {"out": tmp_path, "start": tmp_path, "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER}
+    with monkeypatch.context() as patched:
+        patched.setattr(running.StageRun, "drop_checkpoint", lambda run: None)
+        read(base, ids, settings, **place, checkpoint_seconds=0.0)
+    assert (tmp_path / CHECKPOINT_FOLDER / checkpoint.CHECKPOINT).exists()
+    before = (tmp_path / "adapter_model.safetensors").read_bytes()
+    record = read(base, ids, settings, **place, resume=True)
+    assert load_records(tmp_path)[1:] == [record]
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
+    assert not (tmp_path / CHECKPOINT_FOLDER).exists()
+
+
 def test_a_new_memory_in_the_place_of_another_removes_its_text(base, input_ids, tmp_path):
     ids, settings = input_ids[:130], small(r=4)
     read(base, ids, settings, out=tmp_path, kept_text="The lamp.", sample="lamp")

@@ -420,7 +420,7 @@ def _open(
         if place.checkpoint_dir is not None:
             folder = stack.enter_context(checkpoint.locked(place.checkpoint_dir))
         origin = describe_origin(None if setup.goes_on_in_place else setup.start)
-        finished = _check_out(setup, {**expected, "origin": origin})
+        finished = _find_saved(setup, folder) or _check_out(setup, {**expected, "origin": origin})
         if finished is not None:
             run = StageRun(Stage(), place, folder, {})
             run.record = finished
@@ -453,6 +453,26 @@ def _open(
             if run.is_between_steps and not run.is_complete:
                 run.save_checkpoint()
             raise
+
+
+def _find_saved(setup: _Setup, folder: Path | None) -> Record | None:
+    """Return the record of a stage in place that was killed after its memory was saved, or None.
+
+    Its checkpoint, which the kill has left, is removed. With it the stage would go on from the
+    memory that it has made.
+    """
+    if folder is None or not (setup.place.resume and setup.goes_on_in_place):
+        return None
+    try:
+        state = checkpoint.load(folder)
+        records = load_records(str(setup.place.out))
+    except ValueError:
+        # The stage's own checks say what is wrong.
+        return None
+    if state is None or len(records) <= len(state["former"]) or records[-1].kind != state["stage"]:
+        return None
+    checkpoint.remove(folder)
+    return records[-1]
 
 
 def _check_out(setup: _Setup, expected: dict[str, Any]) -> Record | None:
