@@ -1032,7 +1032,10 @@ def test_a_reading_in_place_that_was_killed_after_its_memory_was_saved_is_finish
         read(base, ids, settings, **place, checkpoint_seconds=0.0)
     assert (tmp_path / CHECKPOINT_FOLDER / checkpoint.CHECKPOINT).exists()
     before = (tmp_path / "adapter_model.safetensors").read_bytes()
-    record = read(base, ids, settings, **place, resume=True)
+    steps = []
+    record = read(base, ids, settings, **place, resume=True, on_step=steps.append)
+    # None is taken, or shown again: the memory is not its own start.
+    assert steps == []
     assert load_records(tmp_path)[1:] == [record]
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == before
     assert not (tmp_path / CHECKPOINT_FOLDER).exists()
