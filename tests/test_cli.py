@@ -328,6 +328,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, memory, command
             "study text.txt --out m --exchanges-file bad.jsonl --exchanges 3",
             "--exchanges is the number of questions that are written, got --exchanges-file too: ",
         ),
+        ("read text.txt --out m --method none", "--method none learns nothing, got --out too: "),
         ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
         ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
         ("eval perplexity text.txt --method lora --scaling 2", "scaling has no meaning for the "),

@@ -147,6 +147,8 @@ def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
     # Values that contradict each other are refused before the base is loaded.
     choose_values(job.settings)
     out = job.place.out
+    if not job.saves and out is not None:
+        raise ValueError("--method none learns nothing, got --out too: leave one of them out")
     if job.saves:
         if out is None:
             what = f"--out must name a folder for what {job.settings.method} learns"
