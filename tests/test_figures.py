@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,28 @@ def test_the_table_of_widths_has_the_figures_of_the_results(name, row, row_of_64
         figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
         expected.append(f"{figures['perplexity']:.2f}")
     assert list_cells(name, RESULTS, "| r | 16 | 32 | 64 | 128 |") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "row"),
+    [
+        ("`topk` clones, the default", 0.004, "locas-glu"),
+        ("`random` clones", 0.004, "locas-glu_init=random"),
+        ("`activation`", 0.004, "locas-glu_init=activation"),
+        ("`bottomk` clones", 0.002, "locas-glu_init=bottomk_learning_rate=0.002"),
+        ("`gaussian`", 0.002, "locas-glu_init=gaussian_learning_rate=0.002"),
+    ],
+)
+def test_the_table_of_initialisations_has_the_figures_of_the_results(name, rate, row):
+    perplexities = []
+    for seed in range(3):
+        path = READINGS / "3649-12288" / f"{row}-seed{seed}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        perplexities.append(record["figures"]["perplexity"])
+    found_rate, perplexity, _ = list_cells(name, RESULTS, "| | rate | perplexity | nats a token to")
+    assert float(found_rate) == rate
+    assert perplexity == f"{sum(perplexities) / 3:.2f}"
+    assert statistics.stdev(perplexities) <= 0.06
 
 
 def list_studies(host: str) -> dict[str, list[str]]:

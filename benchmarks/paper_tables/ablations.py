@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from measuring import make_table
 
@@ -69,23 +70,43 @@ class Init:
         none = bench.load(bench.reading(NONE, BOOK, bench.scale.ablation_tokens))
         if none is None:
             return ""
-        lines = [["no memory", "-", f"{none['figures']['perplexity']:.3f}", "-", "1"]]
+        lines = [["no memory", "-", f"{none['figures']['perplexity']:.3f}", "-", "1", "-"]]
+        reference = None
         for strategy, label in STRATEGIES.items():
             row = self._choose(bench, strategy, make=False)
             if row is None:
                 continue
-            perplexities = []
-            for unit in self._list_units(bench, row):
-                result = bench.load(unit)
-                if result is not None:
-                    perplexities.append(result["figures"]["perplexity"])
-            if perplexities:
-                lines.append([label, f"{row.given['learning_rate']:g}", *_spread(perplexities)])
+            loaded = [bench.load(unit) for unit in self._list_units(bench, row)]
+            results = [result for result in loaded if result is not None]
+            if not results:
+                continue
+            perplexities = [result["figures"]["perplexity"] for result in results]
+            mean = _average_seeds(results)
+            difference = "-"
+            if strategy == "topk":
+                reference = mean
+            elif reference is not None:
+                difference = format_mean(compare_chunks(mean, reference), 4)
+            rate = f"{row.given['learning_rate']:g}"
+            lines.append([label, rate, *_spread(perplexities), difference])
         if len(lines) == 1:
             return ""
         head = ["", "rate", "perplexity", "standard deviation", "seeds"]
-        note = f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}."
+        head.append("nats a token to top-K clones")
+        note = (
+            f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}. Differences are of "
+            "the means over seeds, paired by chunks."
+        )
         return f"{note}\n\n{make_table(head, lines)}\n\n{self.PAPER}"
+
+
+def _average_seeds(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one reading whose chunks have the mean nats of several readings of a text."""
+    chunks = []
+    for of_seeds in zip(*(result["figures"]["chunks"] for result in results), strict=True):
+        stop, tokens, _ = of_seeds[0]
+        chunks.append([stop, tokens, statistics.fmean(chunk[2] for chunk in of_seeds)])
+    return {"figures": {"chunks": chunks}}
 
 
 def _spread(values: list[float]) -> list[str]:
