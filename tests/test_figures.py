@@ -196,6 +196,17 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     assert f"{studied}% of {count}; without a memory {find_right('no memory')}%" in choice
 
 
+@pytest.mark.parametrize("page", ["expedition", "ferry", "foundry", "garden", "theatre"])
+def test_the_table_of_pages_has_the_figures_of_the_results(page):
+    folder = FOLDER / "knowledge" / "smollm2" / "full" / "pages" / page
+    right = {}
+    for file in folder.glob("*.json"):
+        right[file.stem] = json.loads(file.read_text(encoding="utf-8"))["figures"]["right"]
+    studied, _, in_context, *_ = list_cells(page, RESULTS, "| right of 20 | Locas, seeds 0 and 1")
+    assert studied == f"{right['study-seed0']}, {right['study-seed1']}"
+    assert in_context == str(right["context"])
+
+
 def find_article_change(host: str, row: str) -> list[str]:
     """The mean change of the article's perplexity by the memories of a row, and its interval, in %."""
     numbers = re.findall(r"-?[\d.]+", list_studies(host)[row][11])
