@@ -533,14 +533,14 @@ def _save(
     record: Record
     if isinstance(run.stage, Study):
         record = StudyRecord(**common)
-        # They may quote the text, and the record is pushed.
-        record = replace(record, samples=[])
         # Stopped before its first step, it has learned none.
         if record.steps:
             exchanges = correct(earlier, run.stage.study.exchanges)
         if not record.kept and run.is_complete:
             run.drop_checkpoint()
             raise ValueError(_explain_empty_study(record))
+        # Those of a memory may quote the text, and its record is pushed.
+        record = replace(record, samples=[])
     else:
         record = ReadRecord(**common)
     if place.out is not None:
