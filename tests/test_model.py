@@ -715,13 +715,14 @@ def test_a_failed_safe_merge_leaves_all_as_it_was(verb):
 @pytest.mark.parametrize(
     ("family", "verb", "allocations"),
     [
-        ("llama", "merge_adapter", 3),
+        # Two of a merge are of the norm clip.
+        ("llama", "merge_adapter", 5),
         ("llama", "unmerge_adapter", 3),
-        ("phi3", "merge_adapter", 3),
+        ("phi3", "merge_adapter", 5),
         ("phi3", "unmerge_adapter", 3),
-        ("gpt2", "merge_adapter", 3),
+        ("gpt2", "merge_adapter", 5),
         ("gpt2", "unmerge_adapter", 3),
-        ("mixtral", "merge_adapter", 2),
+        ("mixtral", "merge_adapter", 4),
         ("mixtral", "unmerge_adapter", 1),
     ],
 )
