@@ -42,6 +42,10 @@ def test_words_of_every_script_are_split(text, words):
         ("It costs $5.", "$5", True),
         ("It costs $50.", "$5", False),
         ("A silver  COMPASS", "the silver compass", True),
+        ("B is right.", "A ", False),
+        ("The answer is A.", " a ", True),
+        ("It was the mason.", " The  mason ", True),
+        ("It was a mason.", "the man", False),
     ],
 )
 def test_a_phrase_is_found_as_whole_words(text, phrase, right):

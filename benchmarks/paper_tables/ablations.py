@@ -91,8 +91,8 @@ class Init:
             lines.append([label, rate, *_spread(perplexities), difference])
         if len(lines) == 1:
             return ""
-        head = ["", "rate", "perplexity", "standard deviation", "seeds"]
-        head.append("nats a token to top-K clones")
+        numbers = ["perplexity", "standard deviation", "seeds", "nats a token to top-K clones"]
+        head = ["", "rate", *numbers]
         note = (
             f"The first {bench.scale.ablation_tokens:,} tokens of book {BOOK}. Differences are of "
             "the means over seeds, paired by chunks."

@@ -203,12 +203,7 @@ class _Remarks(logging.Handler):
 
 def printable(text: str) -> str:
     """Return a text on one line, with control characters and lone surrogates escaped."""
-    characters = []
-    for character in " ".join(text.split()):
-        if not character.isprintable():
-            character = repr(character)[1:-1]
-        characters.append(character)
-    return "".join(characters)
+    return _escape(" ".join(text.split()), lambda character: not character.isprintable())
 
 
 def without_controls(text: str) -> str:
@@ -216,11 +211,18 @@ def without_controls(text: str) -> str:
 
     A model's words may hold those that move a terminal's cursor or clear it.
     """
+
+    def is_control(character: str) -> bool:
+        return unicodedata.category(character) == "Cc" and character not in "\n\t"
+
+    return _escape(text, is_control)
+
+
+def _escape(text: str, is_escaped: Callable[[str], bool]) -> str:
+    """Return a text with some of its characters as in a Python literal."""
     characters = []
     for character in text:
-        if unicodedata.category(character) == "Cc" and character not in "\n\t":
-            character = repr(character)[1:-1]
-        characters.append(character)
+        characters.append(repr(character)[1:-1] if is_escaped(character) else character)
     return "".join(characters)
 
 

@@ -482,7 +482,7 @@ def _check_out(setup: _Setup, expected: dict[str, Any]) -> Record | None:
         return None
     replaces = place.overwrite or setup.goes_on_in_place
     # With one record, the memory in `out` is the one to go on with, and no result of this stage.
-    is_start = setup.goes_on_in_place and len(load_records(place.out)) < 2
+    is_start = place.resume and setup.goes_on_in_place and len(load_records(place.out)) < 2
     if place.resume and not is_start:
         try:
             finished = find_finished(place.out, expected)
