@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_host, make_tokens
 from locomo_data import make_samples, write_samples
 from torch import nn
 
@@ -18,7 +19,18 @@ from locas_peft.asking.scoring import score_targets
 from locas_peft.stages import ReadSettings, complete, score
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("ablations", "baselines", "bench", "choices", "gap", "locomo", "mmlu", "pg19", "rows")
+MODULES = (
+    "ablations",
+    "attention",
+    "baselines",
+    "bench",
+    "choices",
+    "gap",
+    "locomo",
+    "mmlu",
+    "pg19",
+    "rows",
+)
 PAIRS = {
     "agreement": [
         ("The dogs bark.", "The dogs barks."),
@@ -266,6 +278,29 @@ def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypa
     change = 100 * sum(own[key] - base[key] for key in base) / len(base)
     (line,) = [line for line in lines if line.startswith("| Locas r=64, no-context |")]
     assert f" {change:.2f} " in line.split("|")[-2]
+
+
+def test_attention_with_a_mask_for_one_token_gives_the_same_logits(tables, monkeypatch):
+    host = make_host("qwen2")
+    host.set_attn_implementation("sdpa")
+    assert host.config.num_key_value_heads < host.config.num_attention_heads
+    ids = make_tokens(1, 12)
+    masks = []
+    attend = tables.attention.sdpa_attention_forward
+
+    def note(module, query, key, value, mask, **options):
+        masks.append(mask is not None)
+        return attend(module, query, key, value, mask, **options)
+
+    monkeypatch.setattr(tables.attention, "sdpa_attention_forward", note)
+    expected = host(ids).logits[:, -1]
+    with torch.no_grad(), tables.attention.masked_attention(host):
+        outputs = host(ids[:, :-1], use_cache=True)
+        assert not any(masks), "several tokens are attended to as before"
+        last = host(ids[:, -1:], past_key_values=outputs.past_key_values).logits[:, -1]
+    assert masks[-1]
+    assert host.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------- baselines

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from measuring import make_table
+from paper_tables.attention import masked_attention
 from paper_tables.locomo import load_conversations
 from torch import nn
 
@@ -85,7 +86,8 @@ def _measure(
     bench: KnowledgeBench, talk: Conversation, model: nn.Module, document: Document, row: Row
 ) -> dict[str, Any]:
     prompts, dropped_lines = _list_prompts(bench, model, talk, row)
-    answers = answer_prompts(model, bench.tokenizer, prompts, MOST_TOKENS)
+    with masked_attention(bench.base):
+        answers = answer_prompts(model, bench.tokenizer, prompts, MOST_TOKENS)
     figures: dict[str, Any] = {"dropped_lines": dropped_lines, "category": [], "f1": []}
     figures["abstains"] = []
     texts = []

@@ -14,6 +14,7 @@ from locas_peft.evaluation.locomo import LocomoPlan
 from locas_peft.files import load_json, write_json
 from locas_peft.tables import format_mean, format_percent
 
+from .attention import masked_attention
 from .bench import Bench
 from .pg19 import best_lora
 from .rows import DEFAULT_LORA, LOCAS, Row
@@ -75,7 +76,8 @@ def fill(bench: Bench) -> None:
         methods[name] = replace(row.settings(bench.common), model=bench.host)
     run = Run(bench.base, bench.tokenizer, methods, bench.folder, common=_describe(bench))
     plan = LocomoPlan(SETTINGS, wrong_memory=False)
-    run_locomo(run, load_conversations(bench), plan)
+    with masked_attention(bench.base):
+        run_locomo(run, load_conversations(bench), plan)
     scores: dict[str, dict[str, dict[str, float]]] = {}
     for method in ("none", *methods):
         scores[method] = {setting: _load_f1(bench, method, setting) for setting in SETTINGS}
