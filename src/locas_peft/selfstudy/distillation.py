@@ -166,8 +166,11 @@ class Distillation:
     @property
     def step_counts(self) -> tuple[int, int]:
         """How many steps are done or not needed, and how many all passes have."""
-        done = math.ceil(self._schedule.count_done() / BATCH)
-        return done, math.ceil(self._schedule.total / BATCH)
+        total = math.ceil(self._schedule.total / BATCH)
+        if self.is_done:
+            return total, total
+        # Rounded down: a step before the last one is not shown as the end.
+        return self._schedule.count_done() // BATCH, total
 
     @property
     def is_done(self) -> bool:
