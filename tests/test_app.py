@@ -1,5 +1,6 @@
 """The page: a shelf that no name and no archive leaves, one model that many use at once, and the page in a browser."""
 
+import asyncio
 import copy
 import gc
 import hashlib
@@ -72,7 +73,7 @@ def no_anchor(monkeypatch):
         return replace(choose(*given), anchor=0.0, anchor_every=None)
 
     def choose_study_without(*given):
-        return replace(choose_study(*given), anchor=0.0)
+        return replace(choose_study(*given), anchor=0.0, passes=1)
 
     monkeypatch.setattr(SharedModel, "_choose_settings", choose_without)
     monkeypatch.setattr(SharedModel, "_choose_study", choose_study_without)
@@ -615,6 +616,63 @@ def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors,
     visitors.find(None)
     assert visitors.find(reads.key) is reads and visitors.find(here.key) is here
     assert not away.downloads.exists() and visitors.find(away.key) is not away
+
+
+def test_a_new_visit_does_not_empty_the_shelf_of_another_one(visitors, made, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_VISITORS", 3)
+    keeper = visitors.find(None)
+    put(keeper.shelf, made, "one")
+    for _ in range(5):
+        visitors.find(None)
+    assert visitors.find(keeper.key).shelf.list() == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("listened", "headers", "status"),
+    [
+        ("127.0.0.1", {"host": "127.0.0.1:7860"}, 200),
+        ("127.0.0.1", {"host": "localhost:7860", "origin": "http://localhost:7860"}, 200),
+        ("::1", {"host": "[::1]:7860"}, 200),
+        ("127.0.0.1", {"host": "evil.example:7860"}, 403),
+        ("127.0.0.1", {"host": "127.0.0.1:7860", "origin": "http://evil.example"}, 403),
+        ("127.0.0.1", {"host": "127.0.0.1:7860", "origin": "null"}, 403),
+        ("0.0.0.0", {"host": "machine.example:7860"}, 200),
+        ("0.0.0.0", {"host": "machine.example:7860", "origin": "http://evil.example"}, 403),
+        (
+            "0.0.0.0",
+            {
+                "host": "10.0.0.3:7860",
+                "origin": "https://page.example",
+                "x-forwarded-host": "page.example",
+            },
+            200,
+        ),
+    ],
+)
+def test_requests_of_foreign_pages_are_refused(listened, headers, status):
+    pytest.importorskip("starlette")
+    from locas_peft.app.requests import OwnPageAlone
+
+    sent = []
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        sent.append(message)
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": raw}
+    asyncio.run(OwnPageAlone(answer, host=listened)(scope, None, send))
+    assert sent[0]["status"] == status
+
+
+def test_a_question_that_is_too_long_is_refused_before_the_model_is_asked():
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import MOST_QUESTION_CHARACTERS, _Page
+
+    with pytest.raises(ValueError, match="^question must have at most 4,000 characters, got 4,001"):
+        next(_Page._ask(None, None, None, "x" * (MOST_QUESTION_CHARACTERS + 1), [[], []]))
 
 
 def test_a_page_that_is_still_open_is_one_visitor_after_it_was_forgotten(visitors, monkeypatch):

@@ -292,6 +292,11 @@ REFUSALS = [
     ("read text.txt --out ''", "Invalid value for --out: must name a path, got an empty text: see"),
     ("read learning_rate --out m", "text must be an existing file, got 'learning_rate': check the"),
     ("read text.txt --out m --json no/r.json", "--json must lie in an existing folder, got "),
+    (
+        "read text.txt --method none --json text.txt",
+        "--json must be a new file or one of JSON, got",
+    ),
+    ("inspect memory --json memory/record.json", "--json must lie outside the folder of a memory"),
     ("read text.txt --out m --resume --overwrite", "--resume and --overwrite exclude each other: "),
     ("read text.txt --out m --layers top", "Invalid value for --layers: must be upper, or indices"),
     ("read text.txt --out m --lr -1", "--lr must be a number above 0, got -1.0: "),
@@ -646,6 +651,19 @@ def test_merge_refuses_a_folder_that_holds_a_memory(run, memory, tmp_path):
     assert refused(run, "merge", memory, "--out", "m", "--overwrite") == line
     assert refused(run, "merge", "m", "--out", "m", "--overwrite") == line
     assert names(tmp_path / "m") == before
+
+
+def test_merge_does_not_replace_the_base(run, memory, tmp_path):
+    assert run("merge", memory, "--out", "merged")[0] == 0
+    options = ["--max-tokens", 64, "--window", 32, "--stride", 16, "--r", 2, "--anchor", 0]
+    assert run("read", "text.txt", "--model", "merged", "--out", "m", *options)[0] == 0
+    # A whole path: the command may be in another folder next time.
+    recorded = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
+    assert recorded["base_model_name_or_path"] == str((tmp_path / "merged").resolve())
+    before = (tmp_path / "merged" / "config.json").read_text()
+    line = refused(run, "merge", "m", "--out", "merged", "--overwrite")
+    assert line.startswith("--out must be a folder of its own, got 'merged', the base of the mem")
+    assert (tmp_path / "merged" / "config.json").read_text() == before
 
 
 def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):

@@ -227,7 +227,10 @@ def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
     locas, *ends = re.findall(r"-?[\d.]+", studies["study"][10])
     lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons"][10])[0]
     interval = ", ".join(f"{float(end):.1f}" for end in ends)
-    assert f"is {float(locas):.1f}% [{interval}] higher (LoRA, no anchor: {float(lora):.0f}%)" in README
+    assert (
+        f"is {float(locas):.1f}% [{interval}] higher (LoRA, no anchor: {float(lora):.0f}%)"
+        in README
+    )
 
 
 def test_what_a_study_does_to_its_article_is_that_of_the_results():

@@ -211,6 +211,16 @@ def test_errors_of_the_disk_in_safetensors_are_os_errors(tmp_path):
     assert is_disk_full(raised.value)
 
 
+def test_a_file_of_the_longest_name_is_written(tmp_path):
+    path = tmp_path / f"{'j' * 250}.json"
+    write_json(path, {"a": 1})
+    assert load_json(path) == {"a": 1}
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "nowhere" / "x.json")
+    with pytest.raises(ValueError, match="^--json must lie in an existing folder, got "):
+        check_output_file("--json", link)
+
+
 def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "value.json"
     write_json(path, {"a": [1, 2], "b": float("nan"), 3: float("inf"), "c": "[\n1]"})

@@ -447,6 +447,7 @@ ones, int8 = torch.ones, torch.ones(64, 16, dtype=torch.int8)
 ATTACKS = {
     "part missing": ({}, lambda t: t.pop(UP), {}, "at model.layers.1.mlp: locas_up is missing. Save the memory"),
     "other r": ({}, put(UP=ones(5, 16)), {}, r"locas_up has shape \[5, 16\], expected \[4, 16\]"),
+    "no parts": ({}, None, {"ffn_parts": {}}, "ffn_parts must name down and either up"),
     "other D": ({}, put(UP=ones(4, 8)), {}, r"locas_up has shape \[4, 8\], expected \[4, 16\]"),
     "r of a billion": ({}, None, {"r": 10**9, "init_weights": "gaussian"}, "its config at model.layers.0.mlp: "),
     "not finite": ({}, lambda t: t[UP].fill_(torch.inf), {}, r"locas_up\.weight holds values that are not finite"),

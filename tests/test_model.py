@@ -648,18 +648,14 @@ def test_two_memories_merged_and_one_merged_again():
     assert same(model, base)
 
 
-def test_merging_twice_says_so():
-    model = make_model()
-    model.merge_adapter()
-    with pytest.warns(UserWarning, match="All adapters are already merged, nothing to do"):
-        model.merge_adapter()
-
-
-def test_disabling_a_merged_memory_unmerges_it():
+def test_an_unknown_name_does_not_throw_the_memory_away():
     model = make_model().eval()
-    model.merge_adapter()
-    with model.disable_adapter():
-        assert torch.equal(logits(model), logits(make_host("llama")))
+    before = logits(model)
+    with pytest.raises(
+        ValueError, match="^adapter_names must be the model's adapters, got .'typo'"
+    ):
+        model.merge_and_unload(adapter_names=["typo"])
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])

@@ -195,6 +195,17 @@ def test_every_new_row_of_a_wide_memory_is_another_token():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_record_of_other_slots_than_the_rows_is_not_trusted():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    calibrate(model, [make_tokens()])
+    config = model.peft_config["default"]
+    for slots in config.get_record("slots").values():
+        slots[:] = range(24)
+    grow(model, 6, batches=[make_tokens()])
+    assert {len(weights_in(layer)[0]) for layer in list_layers(model)} == {6}
+    model(make_tokens())
+
+
 def teach(model, ids):
     optimizer = torch.optim.SGD(
         [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0

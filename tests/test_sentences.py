@@ -48,6 +48,12 @@ def test_sentences_without_spaces_between_them_are_split(sentences):
     assert split_sentences("".join(sentences)) == sentences
 
 
+def test_a_long_line_of_chinese_has_the_sentences_of_its_parts():
+    sentences = [f"这一天的第{number}个钟头他说：“今天下雨。”" for number in range(400)]
+    sentences[::3] = [f"书店在第{number}条河边！" for number in range(0, 400, 3)]
+    assert split_sentences("".join(sentences)) == sentences
+
+
 @pytest.mark.parametrize(
     "lines",
     [

@@ -92,6 +92,9 @@ READING = [
         "be 0 or a finite number above, got {got}: leave it out for the preset's",
         -1.0,
     ),
+    ("gains", TypeError, "be true or false, got {got}: give one of them", "no", 1),
+    ("scaling", TypeError, "be a number, got str: give a number", "2"),
+    ("seed", TypeError, "be an int, got str: give a whole number", "abc"),
     ("layers_to_transform", ValueError, LAYERS, "lower", [], [-1], [1, 1], [True], 3),
 ]
 

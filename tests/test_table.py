@@ -168,6 +168,15 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     assert ann.settings == replace(SETTINGS, learning_rate=0.5, r=2)
 
 
+def test_names_in_a_csv_file_stay_as_they_are(tmp_path):
+    pytest.importorskip("datasets")
+    path = tmp_path / "T.CSV"
+    path.write_text("name,text,r\n001,One text.,2\n1,Two text.,\nNA,Three text.,\n")
+    documents = load_table(str(path), SETTINGS)
+    assert [document.name for document in documents] == ["001", "1", "NA"]
+    assert [document.settings.r for document in documents] == [2, 4, 4]
+
+
 # ---------------------------------------------------------------------- teaching
 
 

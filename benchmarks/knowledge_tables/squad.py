@@ -94,7 +94,8 @@ def tabulate(bench: KnowledgeBench) -> str:
             f"measured so far, of {len(singles)} drawn; changes are from no context. BM25 and "
             f"embedding have {FOUND} sentences of all drawn passages. LoRA's time is without that of "
             f"writing its lessons. The article is the first {bench.scale.article_tokens:,} tokens of "
-            "the other passages of the same title; its change is from the base.\n\n" + single
+            "the other passages of the same title; its change is from the base. Intervals of KL and "
+            "of perplexities are over memories.\n\n" + single
         )
     joined = _load_joined(bench)
     pool = _list_sentences(joined)

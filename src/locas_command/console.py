@@ -28,6 +28,13 @@ _LAUNCHERS = (
 )
 
 
+def open_missing_streams() -> None:
+    """Open the null device for standard streams that are closed, as those of a daemon may be."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
 def replace_unknown_characters() -> None:
     """Let stdout and stderr replace a character that their encoding lacks, where it is an error.
 
@@ -46,12 +53,24 @@ def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
     markup.
     """
     if json_file is not None and str(json_file) != "-":
-        from locas_peft.files import check_output_file
-
-        check_output_file("--json", json_file)
+        _check_json_file(json_file)
     stderr = _make_console(sys.stderr)
     stdout = stderr if str(json_file) == "-" else _make_console(sys.stdout)
     return stdout, stderr
+
+
+def _check_json_file(file: Path) -> None:
+    """Raise a `ValueError` for a file that cannot be written, or that should not be replaced."""
+    from locas_peft.files import check_output_file
+    from locas_peft.memories.folder import MEMORY_CONFIG
+
+    check_output_file("--json", file)
+    if (file.parent / MEMORY_CONFIG).exists():
+        rule = "--json must lie outside the folder of a memory"
+        raise ValueError(f"{rule}, got {str(file)!r}: name a file elsewhere")
+    if file.exists() and file.read_bytes()[:1] not in (b"", b"{", b"["):
+        rule = "--json must be a new file or one of JSON"
+        raise ValueError(f"{rule}, got {str(file)!r}: name another")
 
 
 def _make_console(stream: Any) -> Console:

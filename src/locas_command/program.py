@@ -18,7 +18,12 @@ from cyclopts import App, CycloptsError, Parameter
 
 from . import ended_at_once, handled
 from .asking import ask, chat, generate
-from .console import find_process, printable, replace_unknown_characters
+from .console import (
+    find_process,
+    open_missing_streams,
+    printable,
+    replace_unknown_characters,
+)
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity
@@ -81,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     def terminate(number: int, frame: Any) -> NoReturn:
         raise _Terminated
 
+    open_missing_streams()
     replace_unknown_characters()
     if args is None:
         args = sys.argv[1:]

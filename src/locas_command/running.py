@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
+from locas_peft.bases.gguf import PACKAGES
 from locas_peft.library import Library
 from locas_peft.processes import join_processes
 from locas_peft.progress import follow_steps
@@ -65,7 +66,15 @@ def load(options: BaseOptions) -> Base:
     _prepare()
     name = options.model or backbone.NAME
     model, tokenizer = base_models.load_base(name, options.dtype, options.device, options.quantize)
-    return Base(backbone.name_of(name), model, tokenizer)
+    return Base(_name_base(name), model, tokenizer)
+
+
+def _name_base(name: str) -> str:
+    """Return the name of a base as a memory records it: the whole path of a folder or file."""
+    path = Path(name).expanduser()
+    if backbone.is_embedded(name) or name in PACKAGES or not path.exists():
+        return backbone.name_of(name)
+    return str(path.resolve())
 
 
 def load_base_of(memory: Path, options: BaseOptions) -> Base:
@@ -89,7 +98,7 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
             quantize=options.quantize,
         )
     name = options.model or model.peft_config["default"].base_model_name_or_path
-    return Base(backbone.name_of(name), base, tokenizer), model
+    return Base(_name_base(name), base, tokenizer), model
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:

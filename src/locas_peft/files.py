@@ -154,7 +154,8 @@ def staged_file(path: str | Path) -> Iterator[Path]:
     target is replaced.
     """
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A name may have 255 bytes.
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.partial")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -294,8 +295,9 @@ def check_output_file(option: str, path: str | Path) -> None:
 
     `option` is the name of the option that gives the file.
     """
-    path = Path(path)
     name = repr(str(path))
+    # A link stays, and its target is replaced.
+    path = Path(os.path.realpath(path))
     if path.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {name}: name a file inside it")
     if path.exists() and not path.is_file():

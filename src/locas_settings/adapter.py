@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from cyclopts import Parameter
 
-from .checks import check_choice, check_number, check_whole, invalid
+from .checks import check_choice, check_flag, check_number, check_whole, invalid
 
 __all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings", "GivenName"]
 
@@ -130,11 +130,13 @@ class AdapterSettings:
     # From a field to the check of its value. Subclasses add their own.
     CHECKS: ClassVar[dict[str, Check]] = {
         "r": partial(check_whole, least=1),
+        "gains": check_flag,
         "scaling": check_number,
         "max_slot_norm": partial(check_number, may_be_0=True),
         "layers_to_transform": check_layers,
         "anchor": partial(check_number, may_be_0=True),
         "max_tokens": partial(check_whole, least=2),
+        "seed": partial(check_whole, least=-LARGEST),
     }
 
     def __post_init__(self) -> None:
@@ -161,6 +163,6 @@ class AdapterSettings:
 
 
 def _check_learning_rate(rate: float) -> None:
-    if not 0 < rate < float("inf"):
+    if isinstance(rate, str) or not 0 < rate < float("inf"):
         remedy = "give one, 1e-3 say; to read without learning, give the model without its adapter"
-        raise invalid("learning_rate", "be a number above 0", str(rate), remedy)
+        raise invalid("learning_rate", "be a number above 0", repr(rate), remedy)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["check_choice", "check_number", "check_whole", "invalid"]
+__all__ = ["check_choice", "check_flag", "check_number", "check_whole", "invalid"]
 
 
 def invalid(field: str, rule: str, got: object, remedy: str) -> ValueError:
@@ -34,8 +34,19 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         raise invalid(name, f"be one of {', '.join(choices)}", repr(value), "choose one of them")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise a `TypeError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {value!r}: give one of them")
+
+
 def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
-    """Raise a `ValueError` unless a value is finite and above 0, or 0 where that is allowed."""
+    """Raise an error unless a value is finite and above 0, or 0 where that is allowed.
+
+    It is a `TypeError` for what is no number, else a `ValueError`.
+    """
+    if isinstance(value, (bool, str)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: give a number")
     if 0 < value < math.inf or (value == 0 and may_be_0):
         return
     rule = "be 0 or a finite number above" if may_be_0 else "be a finite number above 0"

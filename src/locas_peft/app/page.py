@@ -11,6 +11,7 @@ from typing import Any
 
 import gradio as gr
 import pandas as pd
+from starlette.middleware import Middleware
 
 from .. import demo
 from ..library import Library
@@ -19,6 +20,7 @@ from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
 from ..selfstudy.study import PER_PASSAGE
 from ..text import load_text, python_reference
+from .requests import OwnPageAlone
 from .sessions import (
     MOST_CHARACTERS,
     MOST_QUESTIONS,
@@ -33,6 +35,8 @@ from .sessions import (
 __all__ = ["build", "serve"]
 
 TICK_SECONDS = 0.5
+MOST_QUESTION_CHARACTERS = 4_000
+"""Of a question. A longer one would keep the model from all visitors."""
 REFERENCE_CHARACTERS = 24_000
 """Characters of the Python reference: about 6,000 tokens."""
 ACCENT = "#1f6fb4"
@@ -104,6 +108,7 @@ def serve(
                 server_name=host,
                 server_port=port or None,
                 inbrowser=open_browser,
+                app_kwargs={"middleware": [Middleware(OwnPageAlone, host=host)]},
                 **PRIVATE,
             )
         except OSError:
@@ -224,7 +229,7 @@ class _Page:
         self._question = gr.Textbox(
             show_label=False,
             max_lines=3,
-            max_length=4000,
+            max_length=MOST_QUESTION_CHARACTERS,
             submit_btn=True,
             stop_btn=False,
             placeholder="Ask both" if can_chat else "Begin a text: both continue it",
@@ -390,6 +395,10 @@ class _Page:
     ) -> Iterator[list]:
         if not question.strip():
             raise ValueError("question must not be empty: ask something")
+        # The field's own limit holds in the browser alone.
+        if len(question) > MOST_QUESTION_CHARACTERS:
+            rule = f"question must have at most {MOST_QUESTION_CHARACTERS:,} characters"
+            raise ValueError(f"{rule}, got {len(question):,}: shorten it")
         message = {"role": "user", "content": question.strip()}
         asked = [[*chat, message] for chat in chats]
         written: deque[list[str]] = deque([["", ""]], maxlen=1)

@@ -467,8 +467,8 @@ class Visitor:
 class Visitors:
     """The browsers that use the page, by a secret key that each keeps.
 
-    Beyond `MOST_VISITORS`, a new visitor replaces the one who was away longest and whose reading
-    has ended.
+    Beyond `MOST_VISITORS`, a new visitor replaces the one who was away longest among those with
+    nothing on their shelf and no reading under way; then among those with a shelf.
 
     Args:
         shelf: the folder that all share; None for one of each visitor's own.
@@ -502,12 +502,20 @@ class Visitors:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make(self, key: str) -> Visitor:
-        idle = [visitor for visitor in self._visitors.values() if not visitor.is_reading]
-        if len(self._visitors) >= MOST_VISITORS and idle:
-            del self._visitors[idle[0].key]
-            shutil.rmtree(idle[0].downloads.parent, ignore_errors=True)
+        if len(self._visitors) >= MOST_VISITORS:
+            self._drop_one()
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         downloads = folder / "downloads"
         downloads.mkdir()
         shelf = self._shared or Library(folder / "shelf", MOST_MEMORIES)
         return Visitor(key, shelf, downloads)
+
+    def _drop_one(self) -> None:
+        idle = [visitor for visitor in self._visitors.values() if not visitor.is_reading]
+        if not idle:
+            return
+        # Who has kept nothing loses nothing. Else anyone could empty all shelves with new visits.
+        empty = [visitor for visitor in idle if not visitor.shelf.list()]
+        dropped = (empty or idle)[0]
+        del self._visitors[dropped.key]
+        shutil.rmtree(dropped.downloads.parent, ignore_errors=True)

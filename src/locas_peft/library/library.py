@@ -26,6 +26,7 @@ from ..checks import first_line
 from ..files import (
     finish_replacement,
     fold_name,
+    is_same_folder,
     normalize_name,
     remove_unfinished,
     staged,
@@ -370,7 +371,7 @@ class Library:
         if memory is None:
             return
         base = load_memory_config(self._locate(memory)).get("base_model_name_or_path")
-        if base is not None and base != name:
+        if base is not None and not is_same_folder(base, name):
             raise ValueError(
                 "a library must hold memories of one base, "
                 f"got {name!r} beside {base!r}: use another"

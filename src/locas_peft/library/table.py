@@ -95,7 +95,7 @@ def load_table(source: str, settings: StageSettings) -> list[Document]:
             other tables than JSON Lines, other columns are ignored.
         settings: for what a row does not set.
     """
-    if Path(source).suffix == ".jsonl":
+    if Path(source).suffix.lower() == ".jsonl":
         rows = parse_json_lines(load_text(source).split("\n"), dict)
     else:
         known = {*_COLUMNS, *_list_fields(settings), *_OPTIONS}
@@ -175,6 +175,10 @@ def _refuse_repeated_names(documents: list[Document]) -> list[Document]:
     return checked
 
 
+def _keep_text(value: str) -> str | None:
+    return value or None
+
+
 def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
     """Yield the rows of a .csv, .json or .parquet file, or of a dataset, as they are needed.
 
@@ -182,11 +186,16 @@ def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
     not installed.
     """
     datasets = import_extra("datasets", what="a table")
-    file_format = _FORMATS.get(Path(source).suffix)
+    file_format = _FORMATS.get(Path(source).suffix.lower())
+    arguments: dict[str, Any]
     if file_format is None:
         arguments = {"path": source, "split": split}
     else:
         arguments = {"path": file_format, "data_files": source, "split": "train"}
+    if file_format == "csv":
+        # Else the name "001" would be the number 1, and "NA" none.
+        converters = dict.fromkeys(_COLUMNS, _keep_text)
+        arguments |= {"converters": converters, "keep_default_na": False, "na_values": [""]}
     try:
         yield from datasets.load_dataset(**arguments, streaming=True)
     except (OSError, ValueError, KeyError) as error:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import invalid
-from ..files import drop_former, finish_replacement, staged
+from ..files import drop_former, finish_replacement, is_same_folder, staged
 from ..slots import to_lora, widen_base
 from .folder import MEMORY_CONFIG, escape, make_card, save_memory
 from .loading import describe_memory, load_memory, memory_attached
@@ -69,6 +69,9 @@ def merge_memory(
     config. An `out` that holds a memory is a `ValueError`.
     """
     check_checkpoint_folder(out)
+    if is_same_folder(out, base.name_or_path):
+        got = f"{str(out)!r}, the base of the memory"
+        raise invalid("--out", "be a folder of its own", got, "choose another folder")
     fields: dict[str, Any] = {}
     if pad_to_multiple_of is not None:
         fields["pad_to_multiple_of"] = pad_to_multiple_of

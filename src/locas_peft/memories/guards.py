@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..tuner import LocasConfig
+from ..tuner.finding import to_parts
 from ..tuner.load_checks import find_gain_problem, find_number_problem
 from ..tuner.memory_file import GAIN, PREFIX, SCALES, one_line, split_tensors
 from .tensor_file import load_tensors
@@ -65,6 +66,8 @@ def load_memory_file(path: str | Path, config: LocasConfig) -> Tensors:
         if problem is not None:
             raise ValueError(f"{path}: {one_line(key)} {problem}; save or copy the memory again.")
     _check_others(path, config, others)
+    if config.ffn_parts is not None:
+        to_parts(config.ffn_parts)
     for name, parts in layers.items():
         problem = _find_shape_problem(parts, config)
         if problem is None:

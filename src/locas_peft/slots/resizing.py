@@ -222,7 +222,8 @@ def _choose_new(
 
     Rows of host slots that the memory has cloned already are not added again.
     """
-    if rows.slots is None or cloned is None:
+    # A file may record other slots than its rows.
+    if rows.slots is None or cloned is None or len(cloned) != rank - new:
         return torch.arange(rank - new, rank), None
     candidates = rows.slots.cpu()
     chosen = (~torch.isin(candidates, torch.tensor(cloned))).nonzero()[:new, 0]

@@ -66,6 +66,8 @@ _GUESSED_CHARACTERS = 20_000
 
 _PARAGRAPH_END = regex.compile(r"\n\s*\n")
 # The beginning of an item of a list, a row, a heading or a quotation.
+_PIECE_CHARACTERS = 2_000
+_FULL_STOP = regex.compile(r"[。！？｡]+[」』”’）)]*")
 _ITEM = regex.compile(r"\s*(?:[-*+•]\s|\(?\d{1,3}[.)]\s|[|#>])")
 _ROW = regex.compile(r"\s*\||.*\t")
 _LOWER_CASE = regex.compile(r"\s*(?!\p{Lu})\p{L}")
@@ -155,11 +157,28 @@ def _split_block(block: str, language: str) -> list[str]:
     start = 0 if marker is None else marker.end()
     # The package takes UTF-8 alone; a surrogate becomes one other character.
     encodable = block.encode("utf-8", "replace").decode("utf-8")
-    boundaries = sentencex.get_sentence_boundaries(language, encodable)
-    ends = [boundary["end_index"] for boundary in boundaries]
+    ends = []
+    begin = 0
+    for piece in _cut(encodable):
+        boundaries = sentencex.get_sentence_boundaries(language, piece)
+        ends += [begin + boundary["end_index"] for boundary in boundaries]
+        begin += len(piece)
     # The number of an item of a list does not stand alone.
     ends = [end for end in ends if end > start]
     return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
+
+
+def _cut(block: str) -> list[str]:
+    """Return the pieces of a long line: the package takes quadratic time for Chinese."""
+    pieces = []
+    begin = 0
+    while len(block) - begin > _PIECE_CHARACTERS:
+        end = _FULL_STOP.search(block, begin + _PIECE_CHARACTERS)
+        if end is None:
+            break
+        pieces.append(block[begin : end.end()])
+        begin = end.end()
+    return [*pieces, block[begin:]]
 
 
 def _list_blocks(text: str, wrapped: bool) -> list[str]:

@@ -386,6 +386,11 @@ class LocasModel(BaseTuner):
         # Merge and check everything before the memories are removed, so that a failure leaves the
         # model unchanged.
         if merge:
+            unknown = sorted(set(adapter_names or ()) - set(self.peft_config))
+            if unknown:
+                raise invalid(
+                    "adapter_names", "be the model's adapters", unknown, "check the names"
+                )
             self._check_mergeable(adapter_names)
         config = None
         with self._merges_undone_on_failure():
