@@ -133,27 +133,6 @@ def test_a_name_that_could_leave_the_shelf_is_refused(name, tmp_path, made):
     assert folder.list() == ["one"] and os.listdir(tmp_path) == ["shelf"]
 
 
-def test_memories_are_renamed_and_deleted_and_names_stay_apart(tmp_path, made):
-    folder = Library(tmp_path)
-    for _ in range(2):
-        put(folder, made, "one")
-    put(folder, made, "Zwei ü (3)")
-    assert sorted(folder.list()) == ["Zwei ü (3)", "one", "one 2"]
-    assert folder.rename("Zwei ü (3)", " ONE ") == "ONE 3"  # file systems that ignore case
-    assert folder.rename("one", "one") == "one"
-    (tmp_path / "one" / "notes.txt").write_text("not ours")
-    with pytest.raises(ValueError, match="got 'notes.txt' too: move it away"):
-        folder.forget("one")
-    assert sorted(folder.list()) == ["ONE 3", "one", "one 2"]
-    (tmp_path / "one" / "notes.txt").unlink()
-    folder.forget("one")
-    folder.forget("one 2")
-    assert os.listdir(tmp_path) == ["ONE 3"]
-    message = "there is no memory 'one 2' in this library: choose one of the list"
-    with pytest.raises(ValueError, match=message):
-        folder.find("one 2")
-
-
 def test_a_memory_that_is_being_made_keeps_its_name(tmp_path):
     folder = Library(tmp_path)
     with folder.new("one") as first, folder.new("one") as second:
@@ -161,14 +140,6 @@ def test_a_memory_that_is_being_made_keeps_its_name(tmp_path):
         assert folder.list() == []
     with folder.new("one") as again:
         assert again.name == "one"
-
-
-def test_a_full_shelf_takes_no_more(tmp_path, made):
-    folder = Library(tmp_path, most=1)
-    put(folder, made, "one")
-    message = "this library must hold at most 1 memories: forget some first"
-    with pytest.raises(ValueError, match=message):
-        put(folder, made, "two")
 
 
 def test_links_are_not_followed(tmp_path, made):

@@ -580,30 +580,6 @@ def test_chat_in_a_library_names_the_memory_that_replied(
     assert [line for line in lines if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
 
 
-def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
-    lines = ["word " * 700, "word " * 700, "word " * 2100]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
-    arguments = (
-        "chat",
-        "--without-memory",
-        "--model",
-        chat_model,
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-    )
-    lengths = []
-    monkeypatch.setattr(
-        answers, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."]
-    )
-    assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
-    assert lengths[1] == lengths[0]  # the first turn no longer fits
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
-    code, stdout, stderr = run(*arguments, 8)
-    line = "error: message and --max-new-tokens must fit the model's 2048 positions"
-    assert (code, stdout) == (0, "") and stderr.startswith(line)
-
-
 def test_study_learns_given_exchanges(run, tmp_path):
     line = '{"question": "Who came?", "answer": "The old man."}\n'
     (tmp_path / "mine.jsonl").write_text(line)
@@ -972,13 +948,6 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
     assert run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--device", "cpu")[
         ::2
     ] == (0, "")
-
-
-def test_a_diverged_memory_is_not_saved(run, tmp_path):
-    diverges = ("--lr", "1e38", "--max-slot-norm", 0)
-    code, _, stderr = run("read text.txt --out memory --r 4", *diverges, *FAST, *NO_ANCHOR)
-    assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in stderr
-    assert not list(tmp_path.glob("memory/**/*.safetensors"))
 
 
 def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys):

@@ -73,23 +73,19 @@ def test_what_is_recited_is_counted_once_and_with_single_spaces(extraction, monk
     assert found == len("The door of the house") / 22
 
 
-def test_memories_are_measured_beside_the_base(extraction, folder, capsys):
+def test_memories_are_measured_beside_the_base(extraction, folder, capsys, monkeypatch):
+    monkeypatch.setattr(extraction, "TOKENS", 20)
     (folder / "questions.jsonl").write_text('{"question": "Who painted the door?"}')
     command = ["text.txt", "--memory", "once", "--memory", "often"]
-    command += ["--unread", "other.txt", "--device", "cpu"]
+    command += ["--unread", "other.txt", "--device", "cpu", "--questions", "questions.jsonl"]
     extraction.main([*command, "--out", "rows.json"])
     rows = json.loads((folder / "rows.json").read_text())["rows"]
     assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
     assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1
     assert rows["often"]["auc"] > 0.9
     assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
-    assert "recited" not in rows["often"]
     assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1
     assert "often" in capsys.readouterr().out
-    extraction.main(
-        [*command[:3], *command[-4:], "--questions", "questions.jsonl", "--out", "rows.json"]
-    )
-    rows = json.loads((folder / "rows.json").read_text())["rows"]
     assert rows["once"]["recited"] == 0, "this model answers no questions"
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, backbone
-from locas_peft.library import Library
 from locas_peft.memories import describe_memory, load_memory
 from locas_peft.stages import ReadRecord, load_records
 from locas_peft.tuner import find_ffns
@@ -120,11 +118,6 @@ def test_another_adapter_of_0_2_0_loads(bases):
     base = copy.deepcopy(bases[load_config(folder)["base_model_name_or_path"]])
     plain = logits(base)
     assert not torch.allclose(logits(load_memory(base, folder).eval()), plain, atol=1e-3)
-
-
-def test_a_library_of_0_2_0_opens(tmp_path):
-    shutil.copytree(FORMER / "library", tmp_path / "library")
-    assert set(Library(tmp_path / "library").list()) == {"notes", "plain"}
 
 
 @pytest.mark.parametrize("folder", MEMORIES, ids=name_of)

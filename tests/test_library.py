@@ -291,14 +291,6 @@ def test_a_name_that_a_killed_process_reserved_is_free(library):
     assert not left.exists()
 
 
-@pytest.mark.parametrize("name", ["../x", "LAMP"])
-def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, name):
-    before = content(library.folder)
-    with pytest.raises(ValueError, match="name must"):
-        library.add(*base, TEXTS["lamp"], name, SETTINGS)
-    assert content(library.folder) == before
-
-
 def test_only_memories_fill_a_library(library, base):
     (library.folder / "failures.jsonl").write_text("")
     (library.folder / ".failures.jsonl.lock").write_text("")

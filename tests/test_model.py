@@ -624,30 +624,6 @@ def test_lora_first_then_a_memory_around_it():
 # ------------------------------------------------------------------------ merging
 
 
-def test_two_memories_merged_and_one_merged_again():
-    model = make_model(name="first").eval()
-    model.add_adapter("second", LocasConfig(r=3, init_weights="gaussian"))
-    teach(model, "second", seed=1)
-    base = snapshot(model)
-    model.set_adapter("second")
-    second = logits(model)
-    model.base_model.set_adapter(["first", "second"])
-    model.merge_adapter(["first"])
-    with pytest.warns(UserWarning, match="Already following adapters were merged first"):
-        model.merge_adapter(["second"])
-    model.unmerge_adapter()
-    assert same(model, base)
-    model.set_adapter("second")
-    model.merge_adapter(["second"])
-    assert list_layers(model)[0].merged_adapters == ["second"]
-    torch.testing.assert_close(logits(model), second, rtol=0, atol=1e-5)
-    model.unmerge_adapter()
-    assert same(model, base)
-    model.merge_adapter(["first", "second"])
-    model.unmerge_adapter()  # both at once
-    assert same(model, base)
-
-
 def test_an_unknown_name_does_not_throw_the_memory_away():
     model = make_model().eval()
     before = logits(model)
@@ -1030,13 +1006,6 @@ def test_the_base_is_unharmed(family, dtype, tmp_path):
     assert model.unload() is host
     assert unharmed(host, before) and [name for name, _ in host.named_modules()] == names
     assert torch.equal(logits(host), expected)
-
-
-def test_one_config_object_serves_several_models():
-    config = LocasConfig(r=4)
-    for family in ("llama", "qwen3"):
-        model = get_peft_model(make_host(family), config)
-        calibrate(model, [make_tokens()])
 
 
 @pytest.mark.parametrize("strategy", ["topk", "bottomk", "random"])

@@ -11,7 +11,6 @@ from locas_peft.evaluation.documents import load_documents
 from locas_peft.files import fold_name, is_reserved
 from locas_peft.library import Library, check_name
 from locas_peft.library.names import is_name, propose_name
-from locas_peft.library.table import load_table
 from locas_peft.stages import ReadSettings
 
 COMPOSED = "Jos\u00e9"
@@ -142,13 +141,6 @@ def test_names_that_are_one_file_s_on_some_system_clash(library, other):
         assert folder.name.endswith(" 2")
     assert fold_name(other) == fold_name(COMPOSED)
     assert fold_name("STRASSE") == fold_name("stra\u00dfe")
-
-
-def test_rows_of_a_table_clash_too(tmp_path):
-    rows = [f'{{"name": "{name}", "text": "a b"}}' for name in (COMPOSED, DECOMPOSED, "other")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    documents = load_table(str(tmp_path / "rows.jsonl"), SETTINGS)
-    assert [bool(document.error) for document in documents] == [True, True, False]
 
 
 def test_a_name_is_proposed_of_any_text():

@@ -12,7 +12,7 @@ from datasets import Dataset
 from families import change_config, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, compress, to_lora
+from locas_peft import LocasConfig, calibrate, compress, to_lora
 from locas_peft.tuner import clip_memories, list_layers
 from locas_peft.tuner.norm_clip import NormClip, clip_norms_
 
@@ -380,18 +380,6 @@ def test_combined_and_exported_memories_are_clipped():
             weight.mul_(9.0)
     to_lora(model, "default")
     assert slot_norms(model).max() <= 1 + 1e-6
-
-
-def test_a_writer_s_values_are_clipped():
-    host = make_host("gpt2")
-    config = LocasConfig(r=8, init_weights="write", output_scale="paper", scaling=1e-3)
-    model = get_peft_model(host, config)
-    writer = SlotWriter(model, epsilon=50.0, slots_per_chunk=4)
-    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, steps=[writer])
-    list(trainer.read(make_tokens(1, 40)))
-    use(model)
-    norms = slot_norms(model)
-    assert norms.max() <= 1 + 1e-6 and norms.max() > 1 - 1e-3
 
 
 def test_a_loaded_memory_with_longer_rows_keeps_its_function(tmp_path):

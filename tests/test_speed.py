@@ -12,7 +12,10 @@ def speed(load_benchmark):
     return load_benchmark("speed")
 
 
-def test_each_task_has_each_row_and_the_operations_are_counted(speed, tmp_path, capsys):
+def test_each_task_has_each_row_and_the_operations_are_counted(
+    speed, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(speed, "ANSWER_TOKENS", 4)
     speed.main([*TINY.split(), "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     record = json.loads(printed.splitlines()[-1])

@@ -10,13 +10,12 @@ import os
 import shutil
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -952,19 +951,6 @@ def test_a_studys_seconds_are_those_of_writing_and_learning(base, tokenizer, inp
     assert isinstance(back, StudyRecord) and back == record
 
 
-def test_a_loop_of_a_study_can_be_left(base, tokenizer, input_ids, tmp_path):
-    place = Place(out=tmp_path)
-    with open_study(
-        base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN[:2]
-    ) as run:
-        for step in run:
-            if step.phase == "learn":
-                break
-        record = run.finish()
-    assert record.stopped and record.steps == 1
-    assert load_exchanges(tmp_path / EXCHANGES) == GIVEN[:2]
-
-
 def test_a_reading_keeps_the_exchanges_of_a_memory_that_has_studied(
     base, tokenizer, input_ids, tmp_path
 ):
@@ -1067,34 +1053,3 @@ def test_a_study_does_not_resume_a_reading(base, tokenizer, input_ids, tmp_path)
     with pytest.raises(ValueError, match=message):
         stages.study(base, tokenizer, input_ids, study_settings(), place, exchanges=GIVEN)
     assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before
-
-
-def test_a_stage_that_was_killed_after_it_had_saved_is_recorded_once(
-    base, input_ids, tmp_path, monkeypatch
-):
-    folder = tmp_path / "memory"
-    place = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
-    ids, settings = input_ids[:200], small(r=4)
-    read(base, ids, settings, **place)
-    before = load_records(folder)
-    with monkeypatch.context() as patch:
-        # As after a kill between the memory and the removal of the checkpoint.
-        patch.setattr(checkpoint, "remove", lambda directory: None)
-        read(base, ids, settings, start=folder, **place)
-    saved = load_records(folder)
-    weights = (folder / WEIGHTS).read_bytes()
-    assert saved[:-1] == before and checkpoint.has_checkpoint(folder / CHECKPOINT_FOLDER)
-    read(base, ids, settings, start=folder, resume=True, **place)
-    assert len(load_records(folder)) == len(saved) == 2
-    assert (folder / WEIGHTS).read_bytes() == weights
-
-
-def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
-    def fill(self, folder, **options):
-        Path(folder, "half").write_text("half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PeftModel, "save_pretrained", fill)
-    with pytest.raises(OSError, match="No space left"):
-        read(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
-    assert list(tmp_path.iterdir()) == []

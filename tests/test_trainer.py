@@ -794,23 +794,3 @@ def test_switching_adapters_halfway_is_named():
         "model must train the same parameters from the first chunk to the last, got others than the optimizer "
         "was made for: make a new TestTimeTrainer after switching or adding adapters"
     )
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (9, 1), (1, 1), (64, 5)])
-@pytest.mark.parametrize("length", [2, 8, 9, 17, 50])
-def test_every_token_but_the_first_is_scored_once(length, window, stride, context):
-    trainer = make_trainer(
-        "plain", window=window, stride=stride, learning_rate=None, context=context
-    )
-    assert trainer.position == 0 and math.isnan(trainer.perplexity)
-    chunks = list(trainer.read(make_ids(length)))
-    assert chunks == trainer.chunks
-    assert [(chunk.reading, chunk.index) for chunk in chunks] == [
-        (0, index) for index in range(len(chunks))
-    ]
-    assert [chunk.start for chunk in chunks] == list(range(0, length, stride))
-    assert [chunk.stop for chunk in chunks] == [*range(stride, length, stride), length]
-    assert all(chunk.tokens == chunk.stop - max(chunk.start, 1) for chunk in chunks)
-    assert trainer.position == length
-    assert list(trainer.read(make_ids(length))) == []
