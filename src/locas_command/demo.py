@@ -44,8 +44,8 @@ def demo(
 
     Args:
         out: folder for JSON and memories.
-        full: compare studies by Locas and LoRA instead: five pages, three seeds. This takes an hour
-            on two cores. The same command goes on where it was stopped.
+        full: compare studies by Locas and LoRA instead: five pages, three seeds. This takes about
+            two hours on two cores. The same command goes on where it was stopped.
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
         r: memory width, or LoRA rank.
