@@ -68,7 +68,12 @@ def _check_json_file(file: Path) -> None:
     if (file.parent / MEMORY_CONFIG).exists():
         rule = "--json must lie outside the folder of a memory"
         raise ValueError(f"{rule}, got {str(file)!r}: name a file elsewhere")
-    if file.exists() and file.read_bytes()[:1] not in (b"", b"{", b"["):
+    if not file.exists():
+        return
+    with file.open("rb") as opened:
+        begin = opened.read(1)
+    # Lines of JSON are questions, exchanges or a table.
+    if begin not in (b"", b"{", b"[") or file.suffix.lower() == ".jsonl":
         rule = "--json must be a new file or one of JSON"
         raise ValueError(f"{rule}, got {str(file)!r}: name another")
 
