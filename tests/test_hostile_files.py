@@ -52,7 +52,6 @@ OTHER_BASE = (
     "which is no FFN",
     "has no projection named",
     "computes something other than",
-    "ffn_parts must name",
     "needs a two-layer memory",
     "host's width where slots are cloned",
     "Target modules",
@@ -245,6 +244,9 @@ def change_config_file(draw, folder: Path) -> None:
             config[draw(OTHER_KEYS)] = draw(VALUES)
         elif kind == 7 and isinstance(config.get("record"), dict):
             change_record(draw, config["record"])
+        elif kind == 6:
+            # Sound for a base with such layers.
+            config["layers_to_transform"] = draw(st.lists(st.integers(0, 2), min_size=1))
         else:
             config[name] = draw(VALUES)
         if not config:
