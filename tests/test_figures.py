@@ -247,6 +247,31 @@ def test_what_a_study_does_to_its_article_is_that_of_the_results():
     assert f"passages of the same article by {small}% and {qwen}%" in page
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "digits"),
+    [
+        ("Locas, read once", "Locas, read 1 times", 2),
+        ("Locas, read 4 times", "Locas, read 4 times", 1),
+        ("Locas, read 10 times", "Locas, read 10 times", 1),
+        ("Locas, studied", "Locas, studied", 1),
+        (
+            "LoRA r=16, the same lessons, without the anchor (one passage)",
+            "LoRA r=16, studied",
+            1,
+        ),
+    ],
+)
+def test_the_table_of_fictional_passages_has_the_figures_of_the_results(name, row, digits):
+    page = (FOLDER / "knowledge-float32" / "smollm2" / "full.md").read_text(encoding="utf-8")
+    cells = list_cells(name, RESULTS, "| | the text's wording | paraphrase")
+    found = list_cells(row, page, "|  | the text's wording: nats a target")
+    for cell, change in zip(cells[:3], (found[1], found[4], found[7]), strict=True):
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", change)]
+        expected = [f"{number:.{digits}f}" for number in numbers]
+        assert re.findall(r"-?[\d.]+", cell) == expected
+    assert f"{float(found[9]):,.0f}" in cells[5]
+
+
 def list_baselines() -> list[list[str]]:
     """The rows of the table of other methods."""
     table = RESULTS.split("| | rate | parameters | perplexity | gain", 1)[1].split("\n\n")[0]
