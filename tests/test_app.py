@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
+from locas_peft.app.requests import OwnPageAlone
 from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors, explain
 from locas_peft.library import Library, check_name
 from locas_peft.memories import describe_memory
@@ -621,9 +622,6 @@ def test_a_new_visit_does_not_empty_the_shelf_of_another_one(visitors, made, mon
     ],
 )
 def test_requests_of_foreign_pages_are_refused(listened, headers, status):
-    pytest.importorskip("starlette")
-    from locas_peft.app.requests import OwnPageAlone
-
     sent = []
 
     async def answer(scope, receive, send):

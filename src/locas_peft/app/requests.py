@@ -1,14 +1,13 @@
 """Which requests the page answers: its own, and none that a foreign page lets a browser send."""
 
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
-
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["OwnPageAlone"]
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+REFUSAL = b"This page answers its own address alone."
 
 
 class OwnPageAlone:
@@ -18,22 +17,25 @@ class OwnPageAlone:
     page whose name leads to this machine (DNS rebinding) has another name.
 
     Args:
-        app: answers the other requests.
+        app: an ASGI application, which answers the other requests.
         host: the address that is listened on.
     """
 
-    def __init__(self, app: ASGIApp, host: str):
+    def __init__(self, app: Any, host: str):
         self._app = app
         self._is_local = host in LOOPBACK
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_foreign(Headers(scope=scope)):
-            response = PlainTextResponse("This page answers its own address alone.", 403)
-            await response(scope, receive, send)
-            return
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            # ASGI's names of headers are lower case.
+            headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+            if self._is_foreign(headers):
+                await send({"type": "http.response.start", "status": 403, "headers": []})
+                await send({"type": "http.response.body", "body": REFUSAL})
+                return
         await self._app(scope, receive, send)
 
-    def _is_foreign(self, headers: Headers) -> bool:
+    def _is_foreign(self, headers: Mapping[str, str]) -> bool:
         address = headers.get("host", "")
         if self._is_local and _parse(f"//{address}") not in LOOPBACK:
             return True
