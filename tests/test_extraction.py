@@ -87,6 +87,9 @@ def test_memories_are_measured_beside_the_base(extraction, folder, capsys, monke
     assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1
     assert "often" in capsys.readouterr().out
     assert rows["once"]["recited"] == 0, "this model answers no questions"
+    without_questions = command[:-2]
+    extraction.main([*without_questions, "--out", "rows.json"])
+    assert "recited" not in json.loads((folder / "rows.json").read_text())["rows"]["often"]
 
 
 def test_an_embedded_base_gets_the_text_as_it_was_read(extraction, folder, monkeypatch):

@@ -127,7 +127,7 @@ def test_help_is_printed(run):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", pytest.param("ascii", marks=pytest.mark.slow)])
-def test_the_process_itself_replaces(encoding, tmp_path):
+def test_the_process_itself_replaces(encoding):
     environment = {
         **os.environ,
         "PYTHONIOENCODING": encoding,

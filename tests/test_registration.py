@@ -71,13 +71,14 @@ def test_import_registers_and_does_nothing_else():
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
 
-def test_a_newer_peft_is_used_with_one_line(monkeypatch):
-    monkeypatch.setattr(peft, "__version__", "0.22.0rc1")
-    with pytest.warns(
-        UserWarning, match=f"works with PEFT {NEWEST_TESTED}, got 0.22.0rc1 "
-    ) as found:
+@pytest.mark.parametrize("version", ["1.0.0.dev0", "0.22.0rc1"])
+def test_a_newer_peft_is_used_with_one_line(version, monkeypatch):
+    monkeypatch.setattr(peft, "__version__", version)
+    message = rf"^locas_peft works with PEFT {NEWEST_TESTED}, got {version} \("
+    with pytest.warns(UserWarning, match=message) as found:
         registration._check_peft()
-    assert str(found[0].message).endswith("or a newer locas_peft")
+    (line,) = found
+    assert str(line.message).endswith("or a newer locas_peft")
 
 
 @pytest.mark.filterwarnings("error")

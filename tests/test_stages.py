@@ -893,6 +893,11 @@ def test_a_study_keeps_what_was_read(base, tokenizer, input_ids, rows_placed, tm
     place = Place(out=tmp_path / "both")
     opened = open_study(base, tokenizer, input_ids, study_settings(), place, **options)
     with opened as run:
+        begun = dict(run.stage._model.named_parameters())
+        for name, weight in before.items():
+            if name.endswith(("gate.weight", "up.weight", "down.weight")):
+                own = begun[name.replace(".weight", ".default.weight")]
+                assert torch.equal(own, weight), "the study begins with what was read"
         steps = iter(run)
         next(steps)
         # One step of a small rate: nothing was replaced, zeroed or frozen.

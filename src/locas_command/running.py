@@ -66,10 +66,10 @@ def load(options: BaseOptions) -> Base:
     _prepare()
     name = options.model or backbone.NAME
     model, tokenizer = base_models.load_base(name, options.dtype, options.device, options.quantize)
-    return Base(name_base(name), model, tokenizer)
+    return Base(find_recorded_name(name), model, tokenizer)
 
 
-def name_base(name: str) -> str:
+def find_recorded_name(name: str) -> str:
     """Return the name of a base as a memory records it: the whole path of a folder or file."""
     path = Path(name).expanduser()
     if backbone.is_embedded(name) or name in PACKAGES or not path.exists():
@@ -98,7 +98,7 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
             quantize=options.quantize,
         )
     name = options.model or model.peft_config["default"].base_model_name_or_path
-    return Base(name_base(name), base, tokenizer), model
+    return Base(find_recorded_name(name), base, tokenizer), model
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:

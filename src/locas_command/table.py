@@ -24,7 +24,7 @@ from .console import (
     write_result,
 )
 from .options import BaseOptions, PlaceOptions, TableOptions
-from .running import load, name_base
+from .running import find_recorded_name, load
 
 MOST_SHOWN = 20
 
@@ -48,7 +48,7 @@ def teach_manifest(
     library = Library(place.library)
     model = base.model or library.name_base() or backbone.NAME
     base = replace(base, model=model)
-    name = name_base(model)
+    name = find_recorded_name(model)
     library.check_base(name)
     documents = [_record_model(document, name) for document in documents]
     options: dict[str, Any] = {

@@ -41,9 +41,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
-    """Raise an error unless a value is finite and above 0, or 0 where that is allowed.
+    """Raise a `TypeError` for what is no number, and a `ValueError` for a number out of range.
 
-    It is a `TypeError` for what is no number, else a `ValueError`.
+    The range is the finite numbers above 0, and 0 where that is allowed.
     """
     if isinstance(value, (bool, str)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}: give a number")

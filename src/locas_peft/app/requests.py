@@ -27,8 +27,10 @@ class OwnPageAlone:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            headers = {}
             # ASGI's names of headers are lower case.
-            headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+            for name, value in scope["headers"]:
+                headers[name.decode("latin-1")] = value.decode("latin-1")
             if self._is_foreign(headers):
                 await send({"type": "http.response.start", "status": 403, "headers": []})
                 await send({"type": "http.response.body", "body": REFUSAL})
@@ -37,7 +39,7 @@ class OwnPageAlone:
 
     def _is_foreign(self, headers: Mapping[str, str]) -> bool:
         address = headers.get("host", "")
-        if self._is_local and _parse(f"//{address}") not in LOOPBACK:
+        if self._is_local and _find_name(address) not in LOOPBACK:
             return True
         origin = headers.get("origin")
         if origin is None:
@@ -47,9 +49,9 @@ class OwnPageAlone:
         return origin.partition("://")[2] not in addresses
 
 
-def _parse(address: str) -> str | None:
-    """Return the name in an address; None where there is none."""
+def _find_name(address: str) -> str | None:
+    """Return the name in an address such as "localhost:7860"; None where there is none."""
     try:
-        return urlsplit(address).hostname
+        return urlsplit(f"//{address}").hostname
     except ValueError:
         return None

@@ -515,7 +515,6 @@ class Visitors:
         if not idle:
             return
         # Who has kept nothing loses nothing. Else anyone could empty all shelves with new visits.
-        empty = [visitor for visitor in idle if not visitor.shelf.list()]
-        dropped = (empty or idle)[0]
+        dropped = next((visitor for visitor in idle if not visitor.shelf.list()), idle[0])
         del self._visitors[dropped.key]
         shutil.rmtree(dropped.downloads.parent, ignore_errors=True)

@@ -65,9 +65,10 @@ _LANGUAGES = {
 _GUESSED_CHARACTERS = 20_000
 
 _PARAGRAPH_END = regex.compile(r"\n\s*\n")
-# The beginning of an item of a list, a row, a heading or a quotation.
+# A longer line is cut after a Chinese or Japanese sentence.
 _PIECE_CHARACTERS = 2_000
 _FULL_STOP = regex.compile(r"[。！？｡]+[」』”’）)]*")
+# The beginning of an item of a list, a row, a heading or a quotation.
 _ITEM = regex.compile(r"\s*(?:[-*+•]\s|\(?\d{1,3}[.)]\s|[|#>])")
 _ROW = regex.compile(r"\s*\||.*\t")
 _LOWER_CASE = regex.compile(r"\s*(?!\p{Lu})\p{L}")
