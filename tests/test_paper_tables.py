@@ -284,27 +284,29 @@ def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypa
     assert f" {change:.2f} " in line.split("|")[-2]
 
 
-def test_attention_with_a_mask_for_one_token_gives_the_same_logits(tables, monkeypatch):
+def test_attention_over_a_long_context_gives_the_same_logits(tables, monkeypatch):
     host = make_host("qwen2")
     host.set_attn_implementation("sdpa")
     assert host.config.num_key_value_heads < host.config.num_attention_heads
     ids = make_tokens(1, 12)
-    masks = []
+    repeated = []
     attend = tables.attention.sdpa_attention_forward
 
     def note(module, query, key, value, mask, **options):
-        masks.append(mask is not None)
+        repeated.append(mask is None if query.shape[2] == 1 else mask is not None)
         return attend(module, query, key, value, mask, **options)
 
     monkeypatch.setattr(tables.attention, "sdpa_attention_forward", note)
-    expected = host(ids).logits[:, -1]
+    expected = host(ids).logits
     with torch.no_grad(), tables.attention.masked_attention(host):
-        outputs = host(ids[:, :-1], use_cache=True)
-        assert not any(masks), "several tokens are attended to as before"
-        last = host(ids[:, -1:], past_key_values=outputs.past_key_values).logits[:, -1]
-    assert masks[-1]
+        for split in ([4, 8], [4, 7, 1]):
+            cache = None
+            for tokens, wanted in zip(ids.split(split, 1), expected.split(split, 1), strict=True):
+                outputs = host(tokens, past_key_values=cache, use_cache=True)
+                cache = outputs.past_key_values
+                torch.testing.assert_close(outputs.logits, wanted, atol=1e-5, rtol=1e-4)
+    assert repeated and not any(repeated)
     assert host.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------- baselines
