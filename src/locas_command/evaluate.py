@@ -16,7 +16,7 @@ from locas_settings import ReadSettings, StageSettings, StudySettings
 
 from . import options
 from .console import check_shared_device, open_consoles, show_progress
-from .options import BaseOptions, split_names
+from .options import BaseOptions, check_absent, split_names
 
 METHODS = (
     "separated by commas: none, lora, locas-glu, locas-mlp; "
@@ -78,8 +78,8 @@ ASKING = AskingOptions()
 def perplexity(
     *texts: options.Text,
     dataset: str | None = None,
-    split: str = "test",
-    column: str = "text",
+    split: str | None = None,
+    column: str | None = None,
     limit_documents: options.Count | None = None,
     unwrap: options.Unwrap = None,
     run: RunGroup = RUN,
@@ -91,8 +91,8 @@ def perplexity(
     Args:
         texts: UTF-8 text files, folders of .txt files, or - for stdin.
         dataset: load a dataset instead: hub name or folder.
-        split: of the dataset.
-        column: of the dataset: where the texts are.
+        split: of the dataset; "test" by default.
+        column: of the dataset: where the texts are; "text" by default.
         limit_documents: the first documents.
     """
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
@@ -101,9 +101,10 @@ def perplexity(
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
     if dataset is None:
+        check_absent("without --dataset", split=split, column=column)
         documents = load_documents(texts, limit_documents)
     else:
-        documents = load_column(dataset, split, column, limit_documents)
+        documents = load_column(dataset, split or "test", column or "text", limit_documents)
     loaded, methods = _load(base, settings, run.method)
     ids = {}
     for name, text in documents.items():
@@ -209,10 +210,7 @@ def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> StageSetting
             elif value != getattr(options.READ, name):
                 raise ValueError(f"{name} has no meaning for a study, got {value}: leave it out")
         return StudySettings(**shared, exchanges=asking.exchanges, passes=asking.passes)
-    for name in ("exchanges", "passes"):
-        value = getattr(asking, name)
-        if value is not None:
-            raise ValueError(f"--{name} has no meaning without --study, got {value}: leave it out")
+    check_absent("without --study", exchanges=asking.exchanges, passes=asking.passes)
     return settings
 
 

@@ -16,6 +16,7 @@ from .options import (
     NamedPath,
     Overwrite,
     Text,
+    check_absent,
 )
 
 # The values that --max-lora-rank can have.
@@ -131,7 +132,7 @@ def resize(
     r: Count,
     out: NamedPath,
     text: Text | None = None,
-    max_tokens: AtLeastTwo = 8192,
+    max_tokens: AtLeastTwo | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Change how many slots a memory has.
@@ -144,7 +145,7 @@ def resize(
         text: a UTF-8 text file, or - for stdin: best what the memory has read. Fewer slots are
             refitted on it, and new ones are cloned from what is active on it. A two-layer memory
             can get fewer slots without (NL-SVD).
-        max_tokens: the first tokens of the text.
+        max_tokens: the first tokens of the text; 8,192 by default.
     """
     from locas_peft import compress, grow
     from locas_peft.memories.conversion import save_adapter
@@ -158,6 +159,8 @@ def resize(
 
     stdout, _ = open_consoles()
     _check_empty(out)
+    if text is None:
+        check_absent("without --text", max_tokens=max_tokens)
     content = None if text is None else load_text(text)
     loaded, model = open_with_base(memory, base)
     layers = list_layers(model, "default")
@@ -180,7 +183,8 @@ def resize(
     batches = None
     if content is not None:
         window = min(512, count_positions(loaded.model) or 512)
-        batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
+        ids = loaded.encode(content, max_tokens or 8192, None)
+        batches = [part[None] for part in ids.split(window)]
     change = grow if r > max(widths) else compress
     change(model, r, batches=batches)
     resized = {"resized from": f"{max(widths)} slots in a layer"}

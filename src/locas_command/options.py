@@ -195,3 +195,16 @@ def split_names(names: str, option: str) -> tuple[str, ...]:
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"{option} must name each once, got {names!r}: drop the second mention")
     return chosen
+
+
+def check_absent(where: str, **values: object) -> None:
+    """Raise a `ValueError` for an option that is given where it has no meaning.
+
+    Args:
+        where: such as "without --text".
+        values: of the options, by their names; None where an option was not given.
+    """
+    for name, value in values.items():
+        if value is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} has no meaning {where}, got {value}: leave it out")

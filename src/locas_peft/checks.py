@@ -1,6 +1,8 @@
 """Checks of a user's values. Each error is one line: the field, its rule, its value, the remedy."""
 
+import re
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +16,7 @@ __all__ = [
     "check_whole",
     "describe_difference",
     "first_line",
+    "hide_folder",
     "import_extra",
     "invalid",
     "one_line",
@@ -51,6 +54,16 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return one_line(lines[0].rstrip(":.")) if lines else type(error).__name__
+
+
+def hide_folder(message: str, folder: Path, name: str = "") -> str:
+    """Return a message with `name` in place of a folder's path; without one, paths begin in it."""
+    # Most messages quote paths by `repr`, which doubles the backslashes of Windows.
+    for written in (repr(str(folder))[1:-1], str(folder)):
+        if not name:
+            message = re.sub(rf"{re.escape(written)}[/\\]+", "", message)
+        message = message.replace(written, name)
+    return message
 
 
 def import_extra(name: str, extra: str = "eval", what: str = "this measure") -> ModuleType:

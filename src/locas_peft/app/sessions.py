@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
+from ..checks import hide_folder
 from ..library import Library, add_sources, check_name, make_sample
 from ..library.routing import list_passages
 from ..library.source import holds_text
@@ -97,9 +98,7 @@ def explain(error: BaseException, *folders: Path) -> str:
     if isinstance(error, ValueError):
         line = str(error)
         for folder in folders:
-            # Most messages quote paths by `repr`, which doubles the backslashes of Windows.
-            for written in (repr(str(folder))[1:-1], str(folder)):
-                line = re.sub(rf"{re.escape(written)}[/\\]*", "", line)
+            line = hide_folder(line, folder)
         return line
     if isinstance(error, OSError):
         return error.strerror or "a file cannot be read or written"

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from locas_settings import StageSettings
 
-from ..checks import first_line
+from ..checks import first_line, hide_folder
 from ..files import (
     finish_replacement,
     fold_name,
@@ -347,7 +347,7 @@ class Library:
                     check(unpacked)
                 except ValueError as error:
                     # Visitors need not know where the library is.
-                    raise ValueError(str(error).replace(str(unpacked), name)) from None
+                    raise ValueError(hide_folder(str(error), unpacked, name)) from None
             return folder.name
 
     def name_base(self) -> str | None:
