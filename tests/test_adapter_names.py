@@ -60,15 +60,35 @@ def logits_of(model, name) -> torch.Tensor:
     return logits(model.eval())
 
 
+SLOTS_ALONE, HEAD, TOKENS = (
+    {},
+    {"modules_to_save": ["lm_head"]},
+    {"trainable_token_indices": [5, 6]},
+)
+
+
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
-@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.slow)])
-def test_each_of_two_memories_is_saved_whole(names, family, tmp_path):
-    model = make_pair(names, family)
-    model.save_pretrained(tmp_path)
-    tensors = [load_file(tmp_path / name / "adapter_model.safetensors") for name in names]
-    expected = get_peft_model_state_dict(make_pair(["default"], family))
-    assert tensors[0].keys() == tensors[1].keys() == expected.keys()
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        pytest.param("llama", SLOTS_ALONE, id="llama"),
+        pytest.param("opt", SLOTS_ALONE, id="opt", marks=pytest.mark.slow),
+        pytest.param("llama", HEAD, id="modules"),
+        pytest.param("llama", TOKENS, id="tokens"),
+    ],
+)
+def test_each_of_two_memories_is_saved_whole(names, family, fields, tmp_path):
+    if fields == HEAD and names[0] == "lm_head":
+        with pytest.raises(ValueError, match="conflict"):
+            make_pair(names, **fields)
+        return
+    model = make_pair(names, family, **fields)
     for name in names:
+        change_others(model, name)
+    model.save_pretrained(tmp_path)
+    expected = get_peft_model_state_dict(make_pair(["default"], family, **fields)).keys()
+    for name in names:
+        assert load_file(tmp_path / name / "adapter_model.safetensors").keys() == expected
         loaded = PeftModel.from_pretrained(make_host(family), tmp_path / name)
         assert torch.equal(logits(loaded), logits_of(model, name)), name
 
@@ -83,26 +103,6 @@ def test_a_memory_loads_under_any_name_beside_another(names, tmp_path):
         loaded.load_adapter(tmp_path / "other", adapter_name=names[1])
     assert torch.equal(logits_of(loaded, names[0]), logits_of(model, "default"))
     assert torch.equal(logits_of(loaded, names[1]), logits_of(model, "other"))
-
-
-@pytest.mark.parametrize("names", PAIRS, ids="-".join)
-@pytest.mark.parametrize(
-    "fields",
-    [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}],
-    ids=["modules", "tokens"],
-)
-def test_what_is_trained_beside_a_memory_is_saved_whole(names, fields, tmp_path):
-    if names[0] in fields.get("modules_to_save", ()):
-        with pytest.raises(ValueError, match="conflict"):
-            make_pair(names, **fields)
-        return
-    model = make_pair(names, **fields)
-    for name in names:
-        change_others(model, name)
-    model.save_pretrained(tmp_path)
-    for name in names:
-        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path / name)
-        assert torch.equal(logits(loaded), logits_of(model, name)), name
 
 
 def test_a_given_state_that_lacks_nothing_is_saved_whole(tmp_path):

@@ -4,12 +4,12 @@ import importlib
 import json
 import random
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from training import assert_same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft.memories import checkpoint
@@ -17,10 +17,6 @@ from locas_peft.memories import checkpoint
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "backbone"
 # Muon multiplies the matrices in bfloat16, which takes 20 times as long on a CPU that multiplies in float32 alone.
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-
-
-def narrowed(config, **options):
-    return config(**{**options, **SMALL})
 
 
 @pytest.fixture
@@ -32,7 +28,10 @@ def recipe(monkeypatch):
     monkeypatch.setattr(module, "CONTEXT_TOKENS", 32)
     monkeypatch.setattr(module, "BATCH_WINDOWS", 2)
     for name in ("Qwen3Config", "GPTNeoXConfig"):
-        monkeypatch.setattr(module, name, partial(narrowed, getattr(module, name)))
+        config = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda config=config, **options: config(**options | SMALL)
+        )
     ticks = iter(range(10**6))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     yield module
@@ -54,26 +53,31 @@ def books(tmp_path):
     return folder
 
 
-def arguments(books, out, *more):
-    return ["--books", str(books), "--out", str(out), "--threads", "1", *more]
+@pytest.fixture
+def run(recipe, books, tmp_path):
+    """Return a function that runs the script into a folder and returns its exit code."""
+
+    def run(out: str, options: str) -> int:
+        folders = ["--books", str(books), "--out", str(tmp_path / out)]
+        return recipe.main([*folders, "--threads", "1", *options.split()])
+
+    return run
 
 
 @pytest.mark.parametrize("arch", ["glu", "mlp"])
-def test_trains_resumes_and_loads(recipe, books, tmp_path, capsys, arch):
+def test_trains_resumes_and_loads(recipe, run, books, tmp_path, capsys, arch):
     out = tmp_path / "out"
-    assert recipe.main(["--arch", arch, *arguments(books, out, "--minutes", "0.05")]) == 0
+    assert run("out", f"--arch {arch} --minutes 0.05") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 3
 
-    held_out = ["--held-out", str(books), "--held-out-tokens", "100"]
-    again = arguments(books, out, "--minutes", "0.1", "--resume", *held_out)
-    assert recipe.main(["--arch", arch, *again]) == 0
+    held_out = f"--held-out {books} --held-out-tokens 100"
+    assert run("out", f"--arch {arch} --minutes 0.1 --resume {held_out}") == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["steps"], result["seconds"]) == (6, 6)
     # Windows of 32, 32, 32 and 4 tokens a book, the first token of each unscored.
     assert result["held_out"]["scored_tokens"] == 2 * (3 * 31 + 3)
-    assert f"| all | {result['held_out']['loss']:.3f} |" in (out / "README.md").read_text(
-        encoding="utf-8"
-    )
+    line = f"| all | {result['held_out']['loss']:.3f} |"
+    assert line in (out / "README.md").read_text(encoding="utf-8")
 
     model = AutoModelForCausalLM.from_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -83,14 +87,13 @@ def test_trains_resumes_and_loads(recipe, books, tmp_path, capsys, arch):
     text = (books / "first.txt").read_text(encoding="utf-8").replace("\n", " ")
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    encoded = {"first": torch.tensor(ids)}
-    reloaded = recipe.held_out_loss(model.float(), encoded, 100)
+    reloaded = recipe.held_out_loss(model.float(), {"first": torch.tensor(ids)}, 100)
     assert reloaded["loss"] == pytest.approx(result["held_out"]["by_book"]["first"], rel=1e-5)
 
 
-def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch):
-    command = ["--arch", "mlp", "--minutes", "0.1", "--checkpoint-minutes", "0.05"]
-    assert recipe.main([*command, *arguments(books, tmp_path / "whole")]) == 0
+def test_a_killed_run_continues_bit_for_bit(recipe, run, tmp_path, monkeypatch):
+    options = "--arch mlp --minutes 0.1 --checkpoint-minutes 0.05"
+    assert run("whole", options) == 0
 
     save = checkpoint.save
 
@@ -100,37 +103,29 @@ def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(recipe.checkpoint, "save", save_and_die)
-        recipe.main([*command, *arguments(books, tmp_path / "parts")])
+        run("parts", options)
     assert checkpoint.load(tmp_path / "parts")["step"] == 3
-    assert recipe.main([*command, *arguments(books, tmp_path / "parts", "--resume")]) == 0
+    assert run("parts", f"{options} --resume") == 0
 
     whole, parts = (checkpoint.load(tmp_path / name)["model"] for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert_same(whole, parts)
 
 
-def test_two_backbones_share_a_tokenizer(recipe, books, tmp_path):
-    found = recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")])
-    assert found == 0
-    shared = ["--tokenizer", str(tmp_path / "glu")]
-    assert (
-        recipe.main(
-            ["--arch", "mlp", *arguments(books, tmp_path / "mlp", "--minutes", "0.01", *shared)]
-        )
-        == 0
-    )
+def test_two_backbones_share_a_tokenizer(run, tmp_path):
+    assert run("glu", "--arch glu --minutes 0.01") == 0
+    assert run("mlp", f"--arch mlp --minutes 0.01 --tokenizer {tmp_path / 'glu'}") == 0
     first, second = (AutoTokenizer.from_pretrained(tmp_path / arch) for arch in ("glu", "mlp"))
     assert first.get_vocab() == second.get_vocab()
 
 
 def test_a_pass_reads_every_window_once(recipe):
     tokens = torch.arange(32 * 11 + 5)
-    steps = [
-        recipe.training_batch(tokens, step, seed=0) for step in range(5)
-    ]  # 10 windows, 2 a step
-    read = torch.cat(steps).flatten().sort().values
+    # 10 windows, 2 a step.
+    steps = [recipe.training_batch(tokens, step, seed=0) for step in range(6)]
+    read = torch.cat(steps[:5]).flatten().sort().values
     assert torch.equal(read, torch.arange(int(read[0]), int(read[0]) + 320))
     assert torch.equal(recipe.training_batch(tokens, 3, seed=0), steps[3])
-    assert not torch.equal(recipe.training_batch(tokens, 5, seed=0), steps[0])
+    assert not torch.equal(steps[5], steps[0])
 
 
 def test_learning_rate_follows_the_budget(recipe):
@@ -140,28 +135,22 @@ def test_learning_rate_follows_the_budget(recipe):
     assert recipe.learning_rate_factor(1000, 1.0) == 0
 
 
-def test_bad_input_ends_with_one_line(recipe, books, tmp_path, capsys):
-    def error_of(command):
-        assert recipe.main(command) == 2
+def test_bad_input_ends_with_one_line(run, tmp_path, capsys):
+    empty, saved = tmp_path / "empty", tmp_path / "out" / "checkpoint.pt"
+    empty.mkdir()
+
+    def error_of(options):
+        assert run("out", options) == 2
         return capsys.readouterr().err.splitlines()[-1]
 
-    out = tmp_path / "out"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    glu = ["--arch", "glu"]
-    assert error_of([*glu, *arguments(empty, out)]) == (
-        f"error: no .txt file in {empty}: give a directory of plain-text books"
-    )
-    assert error_of([*glu, *arguments(books, out, "--tokenizer", str(empty))]) == (
-        f"error: no tokenizer.json in {empty}: give the output folder of an earlier run"
-    )
-    found = error_of([*glu, *arguments(books, out, "--minutes", "0")])
+    found = error_of(f"--arch glu --books {empty}")
+    assert found.startswith(f"error: no .txt file in {empty}: give a directory of ")
+    found = error_of(f"--arch glu --tokenizer {empty}")
+    assert found.startswith(f"error: no tokenizer.json in {empty}: give the output folder of ")
+    found = error_of("--arch glu --minutes 0")
     assert found == "error: --minutes must be more than 0, got 0"
-    assert recipe.main([*glu, *arguments(books, out, "--minutes", "0.01")]) == 0
-    assert error_of([*glu, *arguments(books, out)]) == (
-        f"error: {out / 'checkpoint.pt'} exists: continue it with --resume, or choose another --out"
-    )
-    assert error_of(["--arch", "mlp", *arguments(books, out, "--resume")]) == (
-        f"error: {out / 'checkpoint.pt'} was made with arch='glu', this run has 'mlp': "
-        "give the same arguments, or another --out"
-    )
+    assert run("out", "--arch glu --minutes 0.01") == 0
+    found = error_of("--arch glu")
+    assert found.startswith(f"error: {saved} exists: continue it with --resume, or ")
+    found = error_of("--arch mlp --resume")
+    assert found.startswith(f"error: {saved} was made with arch='glu', this run has 'mlp': give ")

@@ -32,9 +32,8 @@ def test_a_result_is_of_one_base_one_key_and_its_weights():
     assert [compute_once(host, compute, "a") for _ in range(2)] == [1, 1]
     assert compute_once(host, compute, "b") == 2
     assert compute_once(share_weights(host), compute, "a") == 1
-    assert (
-        compute_once(get_peft_model(make_host("llama"), LocasConfig(r=4)), compute, "a") == 1
-    )  # of equal weights
+    # Of equal weights.
+    assert compute_once(get_peft_model(make_host("llama"), LocasConfig(r=4)), compute, "a") == 1
     spoil(host, 0)
     assert compute_once(host, compute, "a") == 3
 

@@ -34,23 +34,23 @@ def make_program(text: str) -> list[str]:
 
 
 def assert_holds(directory, state: dict) -> None:
-    found = checkpoint.load(directory)
-    tensors, expected = found.pop(3), dict(state)
-    assert [(tensor.dtype, tensor.tolist()) for tensor in tensors] == [
-        (t.dtype, t.tolist()) for t in expected.pop(3)
-    ]
-    assert found == expected
+    def to_plain(state: dict) -> dict:
+        return {**state, 3: [(tensor.dtype, tensor.tolist()) for tensor in state[3]]}
+
+    assert to_plain(checkpoint.load(directory)) == to_plain(state)
     assert os.listdir(directory) == [checkpoint.CHECKPOINT]
+
+
+def raise_full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_what_is_saved_is_loaded_bit_for_bit_and_replaced_as_a_whole(tmp_path):
     folder = tmp_path / "new" / "folder"
     assert checkpoint.save(folder, STATE) == folder / "checkpoint.pt"
     assert_holds(folder, STATE)
-    former = checkpoint.load(folder)
     checkpoint.save(folder, {**STATE, "position": 4})
     assert_holds(folder, {**STATE, "position": 4})
-    assert former["position"] == 3
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -61,19 +61,13 @@ def test_no_checkpoint_is_none(tmp_path):
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_else(tmp_path, monkeypatch, moment):
     checkpoint.save(tmp_path, STATE)
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, moment, fail)
-    with pytest.raises(OSError) as caught:
-        checkpoint.save(tmp_path, {})
-    assert str(caught.value) == (
-        f"checkpoint folder must be writable, got {str(tmp_path)!r} (No space left on device): "
-        "free some space or choose another folder; a former checkpoint stands as it was"
+    monkeypatch.setattr(checkpoint.os, moment, raise_full_disk)
+    message = (
+        r"^checkpoint folder must be writable, got '.*' \(No space left on device\): free some"
     )
+    with pytest.raises(OSError, match=message) as caught:
+        checkpoint.save(tmp_path, {})
     assert caught.value.errno == errno.ENOSPC
-    monkeypatch.undo()
     assert_holds(tmp_path, STATE)
 
 
@@ -106,7 +100,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path, use):
 
 
 def test_objects_are_refused(tmp_path):
-    message = "^checkpoint must hold tensors and plain values, got a set in the optimizer's state: use an optimizer"
+    message = "^checkpoint must hold tensors and plain values, got a set in the optimizer's state: "
     with pytest.raises(ValueError, match=message):
         checkpoint.save(tmp_path, {"state": [{"value": {1}}]})
     assert os.listdir(tmp_path) == []
@@ -117,22 +111,19 @@ class Malicious:
         return print, ("this code ran",)
 
 
-def write(*entries):
-    """A change that writes another file of torch's, with a kind and a version, or with other entries."""
-    kind = dict(zip(("kind", "version", "state"), ("locas-checkpoint", *entries), strict=False))
-    return lambda path: torch.save(kind if entries else {"c": torch.zeros(1)}, path)
+def write(**content):
+    """A change that writes another file of torch's."""
+    return lambda path: torch.save(content, path)
 
 
-DAMAGED = "be whole, got the damaged file '{}' (*): delete it to start afresh"
+KIND = {"kind": "locas-checkpoint"}
+DAMAGED = "be whole, got the damaged file '{}' ("
 TAMPERED = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-10]), DAMAGED),
     "empty": (lambda path: path.write_bytes(b""), DAMAGED),
-    "code": (write(5, Malicious()), DAMAGED),
-    "foreign": (write(), "be written by locas_peft, got '{}': choose another folder"),
-    "version": (
-        write(2, {}),
-        "be of version 10, got 2 in '{}': load it with the locas_peft that wrote it, *afresh",
-    ),
+    "code": (write(**KIND, version=10, state=Malicious()), DAMAGED),
+    "foreign": (write(c=1), "be written by locas_peft, got '{}': choose another folder"),
+    "version": (write(**KIND, version=2), "be of version 10, got 2 in '{}': load it with the loc"),
     "folder": (
         lambda path: (path.unlink(), path.mkdir()),
         "be a file, got '{}': remove it, or choose another folder",
@@ -146,22 +137,19 @@ def test_damaged_and_foreign_files_are_named_and_run_no_code(tmp_path, capsys, t
     tamper(path)
     with pytest.raises(ValueError) as caught:
         checkpoint.load(tmp_path)
-    begin, _, end = f"checkpoint must {message}".format(path).partition("*")
-    assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
+    assert str(caught.value).startswith(f"checkpoint must {message.format(path)}")
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
 
 
 def test_links_are_not_followed(tmp_path):
-    folder = tmp_path / "checkpoint"
+    folder, names = tmp_path / "checkpoint", (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)
     folder.mkdir()
-    for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT):
+    for name in names:
         (tmp_path / name).write_text("mine")
         (folder / name).symlink_to(tmp_path / name)
     checkpoint.save(folder, STATE)
     assert_holds(folder, STATE)
-    assert {
-        (tmp_path / name).read_text() for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)
-    } == {"mine"}
+    assert [(tmp_path / name).read_text() for name in names] == ["mine", "mine"]
 
 
 def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):
@@ -191,21 +179,15 @@ def is_locked(folder) -> bool:
 
 def test_a_lock_keeps_a_second_writer_out_until_it_is_closed(tmp_path):
     folder = tmp_path / "new" / "folder"
+    message = (
+        "^checkpoint folder must have one writer, got .*folder', which another .*: wait for it"
+    )
     with checkpoint.locked(folder) as held:
         assert held == folder
-        with pytest.raises(checkpoint.InUse) as caught, checkpoint.locked(folder):
-            pass
-    assert isinstance(caught.value, ValueError)
-    assert str(caught.value) == (
-        f"checkpoint folder must have one writer, got {str(folder)!r}, which another reading or study is using: wait for it, "
-        "or choose another folder"
-    )
+        with pytest.raises(checkpoint.InUse, match=message):
+            enter(checkpoint.locked(folder))
     assert os.listdir(tmp_path) == [], "the folders that were made are removed"
-    assert not is_locked(folder)
-
-
-def test_a_folder_that_holds_a_checkpoint_stays_without_its_lock(tmp_path):
-    with checkpoint.locked(tmp_path / "folder") as folder:
+    with checkpoint.locked(folder):
         checkpoint.save(folder, STATE)
     assert_holds(folder, STATE)
 
@@ -219,16 +201,12 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert (tmp_path / "precious.txt").read_text() == "mine"
 
 
-def test_a_lock_that_is_dropped_is_free(tmp_path):
-    enter(checkpoint.locked(tmp_path))
-    enter(checkpoint.locked(tmp_path))
-
-
 def test_a_holder_whose_folder_was_removed_leaves_the_next_ones_lock_alone(tmp_path):
     folder = tmp_path / "folder"
     former = enter(checkpoint.locked(folder))
     (folder / checkpoint.LOCK).unlink()
     later = enter(checkpoint.locked(folder))
+    # A lock that is dropped is free.
     del former
     assert is_locked(folder)
     del later
@@ -236,10 +214,7 @@ def test_a_holder_whose_folder_was_removed_leaves_the_next_ones_lock_alone(tmp_p
 
 
 def test_a_lock_needs_no_room_on_the_disk(tmp_path, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", raise_full_disk)
     with checkpoint.locked(tmp_path / "folder") as folder:
         assert is_locked(folder)
     assert os.listdir(tmp_path) == []
@@ -252,11 +227,11 @@ def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
         with checkpoint.held(path, wait=True):
             order.append("second")
 
+    thread = threading.Thread(target=wait)
     with checkpoint.held(path):
         message = r"^'.*work\.lock' must have one holder, got another one: wait"
         with pytest.raises(checkpoint.InUse, match=message):
             enter(checkpoint.held(path))
-        thread = threading.Thread(target=wait)
         thread.start()
         order.append("first")
     thread.join(60)
@@ -267,17 +242,18 @@ def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
     not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
 )
 def test_a_lock_dies_with_its_process(tmp_path):
+    folder = tmp_path / "folder"
     program = f"""
         import time
-        with checkpoint.locked({str(tmp_path / "folder")!r}):
+        with checkpoint.locked({str(folder)!r}):
             print("locked", flush=True)
             time.sleep(600)
     """
     with subprocess.Popen(make_program(program), stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"locked\n"
-            assert is_locked(tmp_path / "folder")
+            assert is_locked(folder)
         finally:
-            holder.send_signal(signal.SIGKILL)
-    assert os.listdir(tmp_path / "folder") == [checkpoint.LOCK]
-    assert not is_locked(tmp_path / "folder") and os.listdir(tmp_path) == []
+            holder.kill()
+    assert os.listdir(folder) == [checkpoint.LOCK]
+    assert not is_locked(folder) and os.listdir(tmp_path) == []

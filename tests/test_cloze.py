@@ -40,31 +40,26 @@ def test_spans_stand_word_for_word_in_their_turns(cloze, conversations):
         ("Ida: I bought a grey parrot yesterday, and a ", "cage", 1),
         ("Ben: We moved to ", "Lisbon", 4),
     ]
-    for span in spans:
-        turn = conversations[0].turns[span.dia_id]
-        assert f"{turn.speaker}: {' '.join(turn.text.split())}".startswith(span.prompt + span.text)
+
+
+def load_with_questions(folder, *questions: tuple[str, str]) -> Conversation:
+    """Load a conversation that has more questions: each one's answer and the turn that has it."""
+    sample = make_sample()
+    for answer, turn in questions:
+        question = {"question": "?", "answer": answer, "evidence": [turn], "category": 4}
+        sample["qa"].append(question)
+    return load_locomo(write_samples(folder, [sample]))[0][0]
 
 
 def test_a_span_counts_once_and_traps_never(cloze, tmp_path):
-    sample = make_sample()
-    sample["qa"].append(
-        {"question": "Which city?", "answer": "Lisbon", "evidence": ["D2:1"], "category": 4}
-    )
-    sample["qa"].append(
-        {"question": "Again?", "answer": "arrot", "evidence": ["D1:1"], "category": 4}
-    )
-    spans = cloze.find_spans(load_locomo(write_samples(tmp_path, [sample]))[0][0])
+    spans = cloze.find_spans(load_with_questions(tmp_path, ("Lisbon", "D2:1"), ("arrot", "D1:1")))
     assert [span.text for span in spans] == ["grey parrot", "cage", "Lisbon"]
 
 
 def test_the_others_come_from_the_seed_and_are_never_the_span_itself(cloze, tmp_path):
-    sample = make_sample()
-    words = ["bread", "kitchen", "everybody", "Paint", "calms", "baked"]
-    turns = {word: "D1:2" if word in ("bread", "baked") else "D2:2" for word in words}
-    sample["qa"] += [
-        {"question": "?", "answer": w, "evidence": [turns[w]], "category": 4} for w in words
-    ]
-    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
+    questions = [(word, "D2:2") for word in ("kitchen", "everybody", "Paint", "calms")]
+    questions += [("bread", "D1:2"), ("baked", "D1:2")]
+    conversation = load_with_questions(tmp_path, *questions)
     spans = cloze.find_spans(conversation, seed=1)
     assert spans == cloze.find_spans(conversation, seed=1)
     assert spans != cloze.find_spans(conversation, seed=2)
@@ -75,59 +70,43 @@ def test_the_others_come_from_the_seed_and_are_never_the_span_itself(cloze, tmp_
 def test_spans_are_scored_in_their_prompts_alone(cloze, embedded):
     model, tokenizer = embedded
     turns = (Turn("D1:1", "Ida", "We saw the sea, the church and a garden."),)
-    asked = [
-        LocomoQuestion(n, "?", 4, text, ("D1:1",))
-        for n, text in enumerate(["the sea", "the church", "a garden", "saw"])
-    ]
-    spans = cloze.find_spans(
-        Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), tuple(asked))
+    answers = ("the sea", "the church", "a garden", "saw")
+    asked = tuple(
+        LocomoQuestion(number, "?", 4, answer, ("D1:1",)) for number, answer in enumerate(answers)
     )
-    scores = cloze.score_spans(model, tokenizer, spans)
-    expected = score_targets(model, [cloze.encode_pair(tokenizer, "Ida: We saw ", "the sea")])[
-        0
-    ].nll_nats
-    first = scores[0]
+    talk = Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), asked)
+    first = cloze.score_spans(model, tokenizer, cloze.find_spans(talk))[0]
+    pair = cloze.encode_pair(tokenizer, "Ida: We saw ", "the sea")
+    expected = score_targets(model, [pair])[0].nll_nats
     assert first["nll_per_token"] * first["tokens"] == pytest.approx(expected, rel=1e-4)
     assert len(first["others_nll_per_token"]) == 3
     assert first["first"] == (first["nll_per_token"] < min(first["others_nll_per_token"]))
     assert (first["text"], first["prompt"]) == ("the sea", "Ida: We saw ")
 
 
-def test_losses_to_gains_and_shares(cloze):
-    new, old = (
-        [{"nll_per_token": value} for value in values] for values in ((1.0, 2.0), (2.0, 4.0))
-    )
-    assert cloze.gains(new, old) == [1.0, 2.0]
-    records = [
-        {"first": True, "others": ["x"]},
-        {"first": False, "others": ["x"]},
-        {"first": True, "others": []},
-    ]
-    assert cloze.firsts(records) == [1.0, 0.0], "a span without others has no rank"
+def test_a_span_without_others_has_no_rank(cloze):
+    records = [{"first": first, "others": ["x"]} for first in (True, False)]
+    assert cloze.firsts([*records, {"first": True, "others": []}]) == [1.0, 0.0]
 
 
 def test_right_minus_wrong_is_what_the_files_say(cloze, tmp_path, monkeypatch, capsys):
-    data = write_samples(tmp_path, make_samples())
+    data, out = write_samples(tmp_path, make_samples()), tmp_path / "out"
     options = "--methods lora,locas-glu --set window=128 stride=64 max_tokens=300 anchor=0"
-    monkeypatch.setattr(
-        sys, "argv", ["cloze.py", str(data), *options.split(), "--out", str(tmp_path / "out")]
-    )
+    command = ["cloze.py", str(data), *options.split(), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
     cloze.main()
     assert "right - wrong" in capsys.readouterr().out
-    figures = json.loads((tmp_path / "out" / "cloze.json").read_text())
+    figures = json.loads((out / "cloze.json").read_text())
     assert figures["spans"] == 6 and figures["differences"][0]["method"] == "locas-glu"
-    differences = []
-    for own, other in (("talk-1", "talk-2"), ("talk-2", "talk-1")):
-        files = (
-            tmp_path / "out" / "cloze" / "lora" / f"{own}.memory-{name}.json"
-            for name in (own, other)
-        )
-        right, wrong = (json.loads(file.read_text()) for file in files)
-        differences += [
-            w["nll_per_token"] - r["nll_per_token"] for r, w in zip(right, wrong, strict=True)
-        ]
+
+    def list_nats(talk, memory):
+        file = out / "cloze" / "lora" / f"{talk}.memory-{memory}.json"
+        return [record["nll_per_token"] for record in json.loads(file.read_text())]
+
+    right = list_nats("talk-1", "talk-1") + list_nats("talk-2", "talk-2")
+    wrong = list_nats("talk-1", "talk-2") + list_nats("talk-2", "talk-1")
     mean = figures["methods"]["lora"]["right_minus_wrong"]["mean"]
-    assert mean == pytest.approx(sum(differences) / len(differences))
+    assert mean == pytest.approx((sum(wrong) - sum(right)) / len(right))
 
 
 def test_a_target_is_tokenised_as_in_its_text(cloze, embedded):
@@ -135,11 +114,9 @@ def test_a_target_is_tokenised_as_in_its_text(cloze, embedded):
     prompt, target = cloze.encode_pair(tokenizer, "She went to the ", "old town")
     assert tokenizer.decode(prompt[1:]) == "She went to the"
     assert tokenizer.decode(target) == " old town"
-    assert prompt[0] == tokenizer.eos_token_id, (
-        "stands for the first special token that this tokenizer lacks"
-    )
+    # Stands for the first special token that this tokenizer lacks.
+    assert prompt[0] == tokenizer.eos_token_id
     assert prompt[1:] + target == tokenizer("She went to the old town")["input_ids"]
     assert cloze.encode_pair(tokenizer, "", "Old town")[0] == [tokenizer.eos_token_id]
-    message = r"^target must not be empty: give the text that is to be scored$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="^target must not be empty: give the text"):
         cloze.encode_pair(tokenizer, "She", "")

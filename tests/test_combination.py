@@ -2,33 +2,44 @@
 
 import pytest
 import torch
-from families import make_host, make_tokens, teach, weights_in
+from families import make_host, make_model, make_tokens, teach, weights_in
 from peft import PeftModel, get_peft_model
 from test_families import SCALING, learn, logits
 
-from locas_peft import LocasConfig, LocasLayer, calibrate, rescale
+from locas_peft import LocasConfig, calibrate, rescale
 from locas_peft.tuner import list_layers
 
 FAMILIES = ["llama", "phi3", "gpt2", "opt", "qwen2_moe"]
 
 
-def make_two(family: str = "llama", second: dict | None = None) -> PeftModel:
+def make_two(family: str = "llama", **second) -> PeftModel:
     """Two memories that have learned, of different widths, scales and seeds."""
     model = get_peft_model(make_host(family), LocasConfig(r=4, scaling=SCALING), adapter_name="one")
-    model.add_adapter(
-        "two",
-        LocasConfig(**{"r": 3, "init_weights": "random", "scaling": SCALING / 2} | (second or {})),
-    )
+    fields = {"r": 3, "init_weights": "random", "scaling": SCALING / 2, **second}
+    model.add_adapter("two", LocasConfig(**fields))
     for seed, name in enumerate(["one", "two"]):
         model.set_adapter(name)
-        calibrate(model, [make_tokens(seed=seed + 5) if seed else make_tokens()])
-        learn(model, steps=3 + seed)
+        calibrate(model, [make_tokens(seed=seed + 5)])
+        learn(model, steps=2)
     return model
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two memories of a Llama. A test may add others, and chooses the active one."""
+    return make_two()
 
 
 def alone(model: PeftModel, name: str) -> torch.Tensor:
     model.set_adapter(name)
     return logits(model)
+
+
+def combine(model: PeftModel, weights: list[float]) -> PeftModel:
+    """Combine the two memories as a third one, which is active."""
+    model.add_weighted_adapter(["one", "two"], weights, "both")
+    model.set_adapter("both")
+    return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,11 +49,10 @@ def test_the_combined_memory_equals_both_together(family, tmp_path):
     model.base_model.set_adapter(["one", "two"])
     expected = logits(model)
     assert all((expected - other).abs().max() > 1e-2 for other in (base, *single.values()))
-    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    combine(model, [1.0, 1.0])
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    assert {layer.locas_up["both"].out_features for layer in list_layers(model)} == {7}
     assert torch.equal(alone(model, "one"), single["one"])
-    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
-    layers = [layer for layer in model.modules() if isinstance(layer, LocasLayer)]
-    assert {layer.locas_up["both"].out_features for layer in layers} == {7}
     model.save_pretrained(str(tmp_path), selected_adapters=["both"])
     loaded = PeftModel.from_pretrained(make_host(family), str(tmp_path / "both"))
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
@@ -56,16 +66,16 @@ def test_weights_scale_each_part(weights):
     with rescale(model, weights[0], "one"), rescale(model, weights[1], "two"):
         model.base_model.set_adapter(["one", "two"])
         expected = logits(model)
-    model.add_weighted_adapter(["one", "two"], list(weights), "both")
-    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
+    combine(model, list(weights))
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_slots_of_all_parts_are_recorded_where_all_are_known():
-    model = make_two()
-    one, two = (model.peft_config[name].get_record("slots") for name in ("one", "two"))
-    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
-    joined = {name: one[name] + two[name] for name in one}
-    assert model.peft_config["both"].get_record("slots") == joined
+    model = combine(make_two(), [1.0, 1.0])
+    one, two, both = (
+        model.peft_config[name].get_record("slots") for name in ("one", "two", "both")
+    )
+    assert both == {name: one[name] + two[name] for name in one}
     model.add_adapter("three", LocasConfig(r=2, init_weights="gaussian"))
     calibrate(model, [make_tokens()], "three")
     model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "some")
@@ -73,19 +83,18 @@ def test_the_slots_of_all_parts_are_recorded_where_all_are_known():
 
 
 def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
-    model = make_two()
-    model.add_weighted_adapter(["one", "two"], [3.0, 0.1], "both")
-    before = alone(model, "both")
-    for layer in (layer for layer in model.modules() if isinstance(layer, LocasLayer)):
+    model = combine(make_two(), [3.0, 0.1])
+    before = logits(model)
+    for layer in list_layers(model):
         for projection, dim in zip(layer.projections("both"), (1, 1, 0), strict=True):
             assert projection.weight.norm(dim=dim).max() <= 1 + 1e-5
-    assert not any(
-        p.requires_grad
-        for name, p in model.named_parameters()
-        if ".one." in name or ".two." in name
-    )
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trained and all(".both." in name for name in trained)
     losses = learn(model)
-    assert losses[-1] < losses[0] and not torch.equal(alone(model, "both"), before)
+    assert losses[-1] < losses[0] and not torch.equal(logits(model), before)
+
+
+BOTH = (["one", "two"], [1.0, 1.0], "both")
 
 
 @pytest.mark.parametrize(
@@ -97,15 +106,41 @@ def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
         ((["one", "two"], [1.0], "both"), r"a finite number for each of one, two, got \[1.0\]"),
         ((["one", "two"], [1.0, float("nan")], "both"), "weights must be a finite number"),
         ((["one", "two"], [1.0, 1.0], "one"), "adapter_name must be new to the model, got 'one':"),
-        ((["one", "two"], [1.0, 1.0], "both", "svd"), "combination_type must .*, got 'svd'"),
+        ((*BOTH, "svd"), "combination_type must .*, got 'svd'"),
     ],
 )
-def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
-    model = make_two()
-    before = alone(model, "one")
+def test_bad_arguments_leave_the_model_as_it_was(arguments, message, two):
+    before = alone(two, "one")
     with pytest.raises(ValueError, match=message):
-        model.add_weighted_adapter(*arguments)
-    assert torch.equal(logits(model), before) and set(model.peft_config) == {"one", "two"}
+        two.add_weighted_adapter(*arguments)
+    assert torch.equal(logits(two), before) and set(two.peft_config) == {"one", "two"}
+
+
+ALONE = "adapters must have slots alone, got 'two' with {0}: train memories without {0} to combine"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, ALONE.format("modules_to_save")),
+        ({"trainable_token_indices": [5, 6]}, ALONE.format("trainable_token_indices")),
+        ({"layers_to_transform": [1]}, "adapters must be beside the same FFNs, got 'two' beside 1"),
+        ({}, "the memory 'two' is empty"),
+    ],
+)
+def test_memories_that_cannot_be_combined_are_named(second, message):
+    model = make_model(name="one")
+    model.add_adapter("two", LocasConfig(r=3, **second))
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(*BOTH)
+    assert set(model.peft_config) == {"one", "two"}
+
+
+def test_a_merged_memory_is_not_combined():
+    model = make_two()
+    model.merge_adapter(["two"])
+    with pytest.raises(ValueError, match="the memory 'two' is merged: call unmerge_adapter"):
+        model.add_weighted_adapter(*BOTH)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -125,44 +160,13 @@ def test_the_combined_memory_of_a_bfloat16_base_has_the_dtype_of_its_parts(autoc
         assert weights_in(layer, "same")[0].dtype == combined[0].dtype
 
 
-@pytest.mark.parametrize(
-    "second", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}], ids=str
-)
-def test_memories_that_change_more_than_ffns_are_not_combined(second):
-    model = make_two(second=second)
-    (field,) = second
-    message = (
-        f"adapters must have slots alone, got 'two' with {field}: "
-        f"train memories without {field} to combine them."
-    )
-    with pytest.raises(ValueError, match=message):
-        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
-    assert set(model.peft_config) == {"one", "two"}
-
-
-def test_memories_that_cannot_be_combined_are_named():
-    model = make_two(second={"layers_to_transform": [1]})
-    message = "adapters must be beside the same FFNs, got 'two' beside 1 of 2"
-    with pytest.raises(ValueError, match=message):
-        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
-    model = make_two()
-    model.add_adapter("three", LocasConfig(r=2))
-    with pytest.raises(ValueError, match="the memory 'three' is empty"):
-        model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "both")
-    model.set_adapter("one")
-    model.merge_adapter(["one"])
-    with pytest.raises(ValueError, match="the memory 'one' is merged: call unmerge_adapter"):
-        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
-
-
 def test_slots_longer_than_another_memory_s_clip_keep_their_length():
-    model = make_two(second={"max_slot_norm": None})
+    model = make_two(max_slot_norm=None)
     with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, LocasLayer):
-                layer.locas_down["two"].weight.mul_(30)
+        for layer in list_layers(model):
+            layer.locas_down["two"].weight.mul_(30)
     model.base_model.set_adapter(["one", "two"])
     expected = logits(model)
-    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    combine(model, [1.0, 1.0])
     assert model.peft_config["both"].max_slot_norm is None
-    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from compiling import COMPILES
-from families import make_model, make_tokens
-from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from families import logits, make_host, make_model, make_tokens, teach
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import _dynamo as dynamo
 
-from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.tuner import list_layers
 
-IDS = torch.arange(24)[None] * 7 % 4096
+# As the embedded backbone.
+FAMILY = "qwen3"
+IDS = make_tokens(1, 24)
 pytestmark = COMPILES
 
 
@@ -20,25 +21,15 @@ def memories(tmp_path_factory):
     """Two memories of one width that change the output."""
     folders = []
     for seed in (0, 1):
-        model = get_peft_model(
-            backbone.load()[0], LocasConfig(r=8, init_weights="random", seed=seed)
-        )
-        calibrate(model, [IDS + seed])
-        generator = torch.Generator().manual_seed(seed)
-        for layer in list_layers(model):
-            layer.locas_down["default"].weight.data.normal_(std=0.3, generator=generator)
+        model = make_model(FAMILY, seed=seed)
+        teach(model, seed=seed)
         folders.append(tmp_path_factory.mktemp("memory"))
         model.save_pretrained(folders[-1])
     return folders
 
 
 def load(folder, **options) -> PeftModel:
-    return PeftModel.from_pretrained(backbone.load()[0], folder, **options)
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS, use_cache=False).logits
+    return PeftModel.from_pretrained(make_host(FAMILY), folder, **options)
 
 
 def count_breaks(model, *arguments, **options) -> tuple[int, list[str]]:
@@ -47,7 +38,7 @@ def count_breaks(model, *arguments, **options) -> tuple[int, list[str]]:
 
 
 def test_the_forward_of_a_layer_has_no_graph_break(memories):
-    (layer, *_), hidden = list_layers(load(memories[0], is_trainable=True)), torch.randn(1, 8, 256)
+    (layer, *_), hidden = list_layers(load(memories[0], is_trainable=True)), torch.randn(1, 8, 16)
     layer.train()(hidden)
     assert count_breaks(layer, hidden) == (0, [])
     dynamo.reset()
@@ -55,21 +46,16 @@ def test_the_forward_of_a_layer_has_no_graph_break(memories):
 
 
 def test_a_flat_ffn_is_compiled_in_whole_and_in_parts(fresh_graphs):
-    model, tokens = make_model("opt"), make_tokens()
-
-    @torch.no_grad()
-    def read(model) -> torch.Tensor:
-        return model(input_ids=tokens, use_cache=False).logits
-
-    expected = read(model)
+    model = make_model("opt")
+    expected = logits(model, use_cache=False)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(read(compiled), expected)
+    torch.testing.assert_close(logits(compiled, use_cache=False), expected)
     dynamo.reset()
     for layer in list_layers(model):
         # The first projection is compiled, what follows is not.
         layer.forward = torch.compiler.disable(layer.forward)
     compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(read(compiled), expected)
+    torch.testing.assert_close(logits(compiled, use_cache=False), expected)
 
 
 @pytest.mark.slow
@@ -106,7 +92,7 @@ def test_answering_has_no_graph_break(memories):
         step = torch.compile(model, backend="aot_eager", fullgraph=True)(
             IDS[:, -1:], **read()
         ).logits[:, -1]
-    torch.testing.assert_close(step, logits(model)[:, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step, logits(model, IDS)[:, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -123,24 +109,23 @@ def test_a_memory_of_the_same_width_takes_the_place_of_another(memories, compile
     """PEFT has `hotswap_adapter` for LoRA alone; its general functions swap a memory."""
     expected = [logits(load(folder).eval()) for folder in memories]
     model = load(memories[0]).eval()
-    modules, graphs = list(model.modules()), []
+    modules, graphs = list(model.modules()), set()
     compiled = torch.compile(model, backend="eager")
     for number in (0, 1, 0):
         set_peft_model_state_dict(model, load_peft_weights(memories[number], device="cpu"))
         torch.testing.assert_close(logits(model), expected[number], rtol=0, atol=0)
         if compiles:
-            torch.testing.assert_close(logits(compiled), expected[number], rtol=1e-4, atol=1e-4)
-        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
-    assert len(set(graphs)) == 1, "compiled again"
+            found = logits(compiled, use_cache=False)
+            torch.testing.assert_close(found, expected[number], rtol=1e-4, atol=1e-4)
+        graphs.add(dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1, "compiled again"
     assert list(model.modules()) == modules
 
 
-def test_a_memory_of_another_width_does_not_take_its_place(memories, tmp_path):
-    model = get_peft_model(backbone.load()[0], LocasConfig(r=4, init_weights="random"))
-    model.save_pretrained(tmp_path)
-    other = load(memories[0]).eval()
-    before = logits(other)
-    with pytest.raises((RuntimeError, ValueError)) as raised:
-        set_peft_model_state_dict(other, load_peft_weights(tmp_path, device="cpu"))
-    assert "size mismatch" in str(raised.value) or "shape" in str(raised.value)
-    torch.testing.assert_close(logits(other), before, rtol=0, atol=0)
+def test_a_memory_of_another_width_does_not_take_its_place(memories):
+    model = load(memories[1]).eval()
+    before = logits(model)
+    narrow = get_peft_model_state_dict(make_model(FAMILY, r=2))
+    with pytest.raises((RuntimeError, ValueError), match="size mismatch|shape"):
+        set_peft_model_state_dict(model, narrow)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)

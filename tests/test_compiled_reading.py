@@ -1,12 +1,11 @@
 """A compiled reading has the figures of a plain one, to rounding; what cannot be compiled says so in one line."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
 from compiling import COMPILES
-from families import make_host
+from families import FAMILIES, make_host
 from peft import LoraConfig
 from torch import _dynamo as dynamo
 from training import make_ids, make_model, read, trained_weights, without_time
@@ -30,19 +29,16 @@ def make_trainer(kind="locas", is_compiled=True, anchored=False, **settings) -> 
 
 
 def check_same(kind: str, anchored: bool, context: str, caplog) -> None:
-    ids = make_ids(60)
     trainers = []
     for is_compiled in (False, True):
         # At a higher rate rounding grows tenfold with each chunk of so small a model.
         options = {"context": context, "learning_rate": 0.002}
-        trainer = make_trainer(kind, is_compiled, anchored, **options)
-        read(trainer, ids)
-        trainers.append(trainer)
+        trainers.append(make_trainer(kind, is_compiled, anchored, **options))
+        read(trainers[-1], make_ids(60))
     plain, other = trainers
     assert other.host.is_compiled, caplog.text
     for one, two in zip(without_time(plain.chunks), without_time(other.chunks), strict=True):
-        assert one[:5] == two[:5] and one[6] == two[6]
-        assert one[5] == pytest.approx(two[5], rel=1e-4)
+        assert two == pytest.approx(one, rel=1e-4)
     weights = trained_weights(other.model)
     for name, weight in trained_weights(plain.model).items():
         assert (weights[name] - weight).norm() <= 0.01 * weight.norm()
@@ -65,24 +61,19 @@ def test_a_compiled_reading_has_the_same_figures(caplog):
     check_same("locas", True, "cache", caplog)
 
 
-def test_chunks_of_a_cached_reading_share_one_graph(traced):
-    trainer = make_trainer()
-    chunks = trainer.read(make_ids(40))
-    next(chunks)
-    next(chunks)
-    graphs = dynamo.utils.counters["stats"]["unique_graphs"]
-    # The fourth chunk feeds the context again, which is a graph of its own.
-    next(chunks)
-    assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-def test_adapters_that_are_switched_give_the_figures_of_a_plain_reading(traced):
-    nats = []
+def test_chunks_share_one_graph_and_switched_adapters_have_the_figures_of_a_plain_reading(
+    traced, monkeypatch
+):
+    monkeypatch.setattr(FAMILIES["llama"], "num_hidden_layers", 1)
+    counts, nats = dynamo.utils.counters["stats"], []
     for is_compiled in (False, True):
         trainer = make_trainer(is_compiled=is_compiled)
         chunks = trainer.read(make_ids(60))
-        for _ in range(3):
-            next(chunks)
+        next(chunks)
+        next(chunks)
+        graphs = counts["unique_graphs"]
+        next(chunks)
+        assert counts["unique_graphs"] == graphs
         with trainer.model.disable_adapter():
             scored = next(chunks)
         assert not scored.learned
@@ -91,7 +82,7 @@ def test_adapters_that_are_switched_give_the_figures_of_a_plain_reading(traced):
             parameter.requires_grad_("locas_" in name)
         next(chunks)
         nats.append([chunk.nll_nats for chunk in trainer.chunks])
-    assert nats[1] == pytest.approx(nats[0], rel=1e-4)
+    assert graphs and nats[1] == pytest.approx(nats[0], rel=1e-4)
 
 
 # What cannot be compiled
@@ -107,11 +98,8 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch, caplog):
     def fail(graph, inputs):
         raise OSError("no C++ compiler")
 
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        partial(lambda former, model, **_: former(model, backend=fail), torch.compile),
-    )
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compile_(model, backend=fail))
     trainer = make_trainer()
     (message,) = read_with_warnings(trainer, caplog)
     assert message.startswith("the model is not compiled: ") and "no C++ compiler" in message
@@ -123,29 +111,28 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch, caplog):
 
 def test_a_writer_is_not_compiled(caplog):
     model = make_model(family="gpt2", init_weights="write")
-    trainer = TestTimeTrainer(
-        model, **SETTINGS | {"learning_rate": None}, steps=[SlotWriter(model)], compiled=True
-    )
+    settings = SETTINGS | {"learning_rate": None, "compiled": True}
+    trainer = TestTimeTrainer(model, **settings, steps=[SlotWriter(model)])
     messages = read_with_warnings(trainer, caplog)
     assert messages == ["the model is not compiled: a writer records its layers"]
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "reason"),
+    ("family", "name", "value", "reason"),
     [
-        ("mistral", {"sliding_window": 8}, "its attention has a sliding window"),
+        ("mistral", "sliding_window", 8, "its attention has a sliding window"),
         (
             "llama",
-            {"_attn_implementation": "flash_attention_2"},
+            "_attn_implementation",
+            "flash_attention_2",
             "its attention is 'flash_attention_2', not 'sdpa'",
         ),
-        ("llama", {"alibi": True}, "its attention has no positions"),
+        ("llama", "alibi", True, "its attention has no positions"),
     ],
 )
-def test_bases_that_do_not_fit_are_named(family, change, reason):
+def test_bases_that_do_not_fit_are_named(family, name, value, reason):
     base = make_host(family)
-    for name, value in change.items():
-        setattr(base.config, name, value)
+    setattr(base.config, name, value)
     assert compiled.find_compile_obstacle(base) == reason
 
 
@@ -155,8 +142,7 @@ def test_quantised_and_offloaded_bases_are_named():
     base.is_quantized = True
     assert compiled.find_compile_obstacle(base) == "its layers are quantised"
     base.lm_head._hf_hook = object()
-    reason = "its layers are offloaded or split over devices"
-    assert compiled.find_compile_obstacle(base) == reason
+    assert compiled.find_compile_obstacle(base).startswith("its layers are offloaded or split")
 
 
 @pytest.mark.slow

@@ -43,12 +43,21 @@ def make_prompts(shared: int) -> list[list[int]]:
 
 
 def answer_all(model, prompts, **options) -> list[str]:
-    answers = dict(
-        pair
-        for batch, texts in answer_in_batches(model, WordTokenizer(), prompts, **options)
-        for pair in zip(batch, texts, strict=True)
-    )
+    answers = {}
+    for batch, texts in answer_in_batches(model, WordTokenizer(), prompts, **options):
+        answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]
+
+
+def list_answered(model, prompts, **options) -> list[list[int]]:
+    """Return the numbers of the prompts of each batch."""
+    return [batch for batch, _ in answer_in_batches(model, WordTokenizer(), prompts, **options)]
+
+
+def cut(row: list[int], stops: list[int]) -> list[int]:
+    """Return a row up to its first stop token."""
+    ends = [row.index(stop) + 1 for stop in stops if stop in row]
+    return row[: min(ends, default=len(row))]
 
 
 # Rows
@@ -59,38 +68,43 @@ def test_prompts_that_begin_alike_are_grouped():
     assert share_prefixes(prompts) == [(4, range(2)), (5, range(2, 4)), (0, range(4, 5))]
 
 
+def assert_logits_of_whole_rows(host: CausalLM, rows, groups, atol: float = 1e-4) -> None:
+    logits = host.logits(count=1, **begin_rows(host, rows, groups))
+    for row, found in zip(rows, logits, strict=True):
+        alone = host.logits(torch.tensor([row]), 1)[0]
+        torch.testing.assert_close(found, alone, atol=atol, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
 def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
-    model = make_host(family)
-    host, generator = CausalLM(model), torch.Generator().manual_seed(0)
-    shared, other = (
-        torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4)
-    )
+    ids = make_tokens(1, 11)[0].tolist()
+    shared, other = ids[:7], ids[7:]
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
     groups = share_prefixes(rows)
     assert [count for count, _ in groups] == [7, 5]
-    logits = host.logits(count=1, **begin_rows(host, rows, groups))
-    for row, found in zip(rows, logits, strict=True):
-        torch.testing.assert_close(
-            found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4
-        )
+    assert_logits_of_whole_rows(CausalLM(make_host(family)), rows, groups)
 
 
-@pytest.mark.parametrize("family", ["mistral", "mpt"])
-def test_rows_are_whole_where_padding_inside_them_counts(family):
+def shares_beginnings(kind, window, rows, groups) -> bool:
     model = make_host("llama")
-    model.config.sliding_window, model.config.model_type = {
-        "mistral": (6, "mistral"),
-        "mpt": (None, "mpt"),
-    }[family]
+    model.config.model_type = kind
+    model.config.sliding_window = window
+    return "past_key_values" in begin_rows(CausalLM(model), rows, groups)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "expected"),
+    [("mpt", None, False), ("mistral", 6, False), ("mistral", 7, True)],
+)
+def test_rows_are_whole_where_padding_inside_them_counts(kind, window, expected):
     rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
-    assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))])
-    model.config.sliding_window, model.config.model_type = 7, "mistral"
-    assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))])
+    assert shares_beginnings(kind, window, rows, [(3, range(2))]) == expected
+
+
+def test_the_padding_of_both_parts_counts():
     # The first two share four tokens, the others one: with both paddings a row has nine.
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 5, 6, 7, 8, 9], [11, 9, 8]]
-    groups = [(4, range(2)), (1, range(2, 4))]
-    assert "past_key_values" not in begin_rows(CausalLM(model), rows, groups)
+    assert not shares_beginnings("mistral", 7, rows, [(4, range(2)), (1, range(2, 4))])
 
 
 def test_the_local_attention_of_gpt_neo_counts_padding():
@@ -104,20 +118,15 @@ def test_the_local_attention_of_gpt_neo_counts_padding():
         max_position_embeddings=64,
     )
     host = CausalLM(AutoModelForCausalLM.from_config(config).eval())
-    rows = make_tokens(2, 30, seed=3).tolist()
-    rows = [[*rows[0][:20], *rows[0][20:]], [*rows[0][:20], 5, 6]]
-    logits = host.logits(count=1, **begin_rows(host, rows, [(20, range(2))]))
-    alone = host.logits(torch.tensor([rows[1]]), 1)
-    torch.testing.assert_close(logits[1], alone[0], atol=1e-5, rtol=1e-4)
+    (row,) = make_tokens(1, 30, seed=3).tolist()
+    assert_logits_of_whole_rows(host, [row, [*row[:20], 5, 6]], [(20, range(2))], 1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
-    host, rows = (
-        CausalLM(make_host(family)),
-        [row[: 3 + 2 * number] for number, row in enumerate(make_prompts(0))],
-    )
-    expected, outputs = continue_rows(host, rows, 5), host.outputs
+    host, rows = CausalLM(make_host(family)), make_prompts(0)
+    expected = continue_rows(host, rows, 5)
+    outputs = host.outputs
 
     def forget(*args, **kwargs):
         found = outputs(*args, **kwargs)
@@ -128,27 +137,25 @@ def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
     assert continue_rows(host, rows, 5) == expected
 
 
-def test_rows_end_at_a_stop_token_and_are_shown_meanwhile():
-    host, rows, seen = CausalLM(make_host("llama")), make_prompts(0)[:2], []
-    whole = continue_rows(
-        host, rows, 6, on_token=lambda new: seen.append([list(row) for row in new])
-    )
+def test_rows_are_shown_while_they_are_written():
+    host, rows = CausalLM(make_host("llama")), make_prompts(0)[:2]
+    seen = []
+
+    def show(new):
+        seen.append([list(row) for row in new])
+
+    whole = continue_rows(host, rows, 6, on_token=show)
     assert [len(row) for row in whole] == [6, 6]
     assert seen == [[row[: number + 1] for row in whole] for number in range(6)]
-    stop = whole[0][2]
-    ended = continue_rows(host, rows, 6, stops=[stop])
-    assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monkeypatch):
     host, rows, sizes = CausalLM(make_host(family)), make_prompts(4), []
-    whole, outputs = continue_rows(host, rows, 8), host.outputs
+    whole = continue_rows(host, rows, 8)
+    outputs = host.outputs
     stops = [row[number] for number, row in enumerate(whole[:3])]
-    expected = [
-        row[: 1 + min((row.index(stop) for stop in stops if stop in row), default=8)]
-        for row in whole
-    ]
+    expected = [cut(row, stops) for row in whole]
 
     def count(ids, *args, **kwargs):
         sizes.append(len(ids))
@@ -160,43 +167,38 @@ def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monk
     assert continue_rows(host, rows, 8, stops=stops, groups=[(4, range(5))]) == expected
 
 
-@pytest.mark.parametrize(("ends", "stops"), [(None, []), (7, [7]), ([7, 8], [7, 8])])
-def test_a_text_ends_with_the_tokenizer_s_end_too(ends, stops, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        continuation, "continue_inputs", lambda *_, stops, **__: seen.append(stops) or []
-    )
-    model = make_host("llama")
-    model.generation_config.eos_token_id = ends
-    tokenizer = WordTokenizer()
-    tokenizer.eos_token_id = 4
-    continue_texts(model, tokenizer, [[5, 6]], 3)
-    tokenizer.eos_token_id = 0
-    continue_texts(model, tokenizer, [[5, 6]], 3)
-    tokenizer.eos_token_id = None
-    continue_texts(model, tokenizer, [[5, 6]], 3)
-    assert seen == [[*stops, 4], [*stops, 0], stops]
+def test_a_text_ends_with_the_end_of_the_model_or_of_its_tokenizer(monkeypatch):
+    model, tokenizer = make_host("llama"), NumberTokenizer()
+
+    def write(ends, end):
+        model.generation_config.eos_token_id = ends
+        tokenizer.eos_token_id = end
+        return continue_texts(model, tokenizer, [[7, 8]], 8)[0]
+
+    whole = write(None, None)
+    assert len(whole) == 8
+    for ends, end in ((whole[2], 0), ([0, whole[2]], whole[4]), (0, whole[2]), (None, whole[2])):
+        assert write(ends, end) == cut(whole, [whole[2]])
+    # A tokenizer's end may be token 0.
+    config = GenerationConfig(eos_token_id=7)
+    assert continuation._list_reply_stops(config, WordTokenizer()) == [7, 0]
     tokenizer.chat_template = "{{ messages }}"
-    monkeypatch.setattr(continuation, "list_stops", lambda _: [9, 4])
-    continue_texts(model, tokenizer, [[5, 6]], 3)
-    assert seen[3] == [*stops, 9, 4]
+    monkeypatch.setattr(continuation, "list_stops", lambda _: [0, whole[2]])
+    assert write(None, None) == cut(whole, [whole[2]])
 
 
-def test_tokens_are_drawn_as_generate_draws_them():
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_k": 0, "top_p": 0.5}])
+def test_tokens_are_drawn_as_generate_draws_them(limits):
     model, prompt = make_host("llama"), make_tokens(1, 9)
-    model.generation_config.eos_token_id = None
-    for limits in ({}, {"top_k": 3}, {"top_k": 0, "top_p": 0.5}):
-        model.generation_config.update(**limits)
-        torch.manual_seed(7)
-        expected = model.generate(
-            prompt, max_new_tokens=12, do_sample=True, temperature=0.7, pad_token_id=0
-        )
-        state = torch.get_rng_state()
-        (found,) = continue_texts(
-            model, NumberTokenizer(), prompt.tolist(), 12, temperature=0.7, seed=7
-        )
-        assert found == expected[0, 9:].tolist()
-        assert torch.equal(state, torch.get_rng_state())
+    model.generation_config.update(eos_token_id=None, **limits)
+    torch.manual_seed(7)
+    options = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
+    expected = model.generate(prompt, max_new_tokens=12, **options)
+    state = torch.get_rng_state()
+    rows = prompt.tolist()
+    (found,) = continue_texts(model, NumberTokenizer(), rows, 12, temperature=0.7, seed=7)
+    assert found == expected[0, 9:].tolist()
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_very_low_temperature_draws_the_likeliest_token():
@@ -205,77 +207,57 @@ def test_a_very_low_temperature_draws_the_likeliest_token():
         assert draw(temperature, torch.Generator())(logits).tolist() == [1]
 
 
-def test_only_the_likeliest_tokens_are_drawn():
-    logits = torch.arange(6.0).repeat(500, 1)
-    generator = torch.Generator().manual_seed(0)
-    assert set(draw(9.0, generator)(logits).tolist()) == set(range(6))
-    assert set(draw(9.0, generator, GenerationConfig(top_k=2))(logits).tolist()) == {4, 5}
-
-
 # Answers
 
 
 @pytest.mark.parametrize("shared", [0, 20])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation.LEAST_SHARED", 8)
+    monkeypatch.setattr(continuation, "LEAST_SHARED", 8)
     model, prompts = make_host(family), make_prompts(shared)
     together = answer_all(model, prompts, max_new_tokens=6, batch_size=3)
-    alone = [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
-    assert together == alone
-    assert together == answer_all(model, prompts, max_new_tokens=6, batch_size=3)
+    assert together == [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
 
 
 def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation.LEAST_SHARED", 8)
+    monkeypatch.setattr(continuation, "LEAST_SHARED", 8)
     model, fed = make_host("llama"), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda module, args: fed.append(args[0].numel()))
     answer_all(model, make_prompts(40), max_new_tokens=1, batch_size=2)
     assert fed[0] == 40 and sum(fed[1:]) < 100
 
 
 def test_batches_that_are_known_are_not_asked_again():
     model, prompts = make_host("llama"), make_prompts(0)
-    every = answer_all(model, prompts, max_new_tokens=4, batch_size=2)
-    batches = list(
-        answer_in_batches(
-            model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2}
-        )
-    )
-    assert [batch for batch, _ in batches] == [[2, 1], [0]], (
-        "2 again: the batches are the same ones"
-    )
-    assert all(
-        every[number] == text
-        for batch, texts in batches
-        for number, text in zip(batch, texts, strict=True)
-    )
-    assert list(answer_in_batches(model, WordTokenizer(), prompts, known=range(5))) == []
-    assert list(answer_in_batches(model, WordTokenizer(), [])) == []
+    # 2 again: the batches are the same ones.
+    options = {"max_new_tokens": 1, "batch_size": 2}
+    assert list_answered(model, prompts, **options) == [[4, 3], [2, 1], [0]]
+    assert list_answered(model, prompts, known={4, 3, 2}, **options) == [[2, 1], [0]]
+    assert list_answered(model, prompts, known=range(5)) == []
+    assert list_answered(model, []) == []
 
 
-def test_long_prompts_are_answered_in_small_batches(monkeypatch):
-    model, prompts = make_host("llama"), make_prompts(40)
-    whole = answer_all(model, prompts, max_new_tokens=4)
-    monkeypatch.setattr(continuation, "BATCH_TOKENS", 100)
-    batches = [
-        batch for batch, _ in answer_in_batches(model, WordTokenizer(), prompts, max_new_tokens=4)
-    ]
-    # Of 51, 49, 47, 45 and 43 tokens.
-    assert batches == [[4], [3, 2], [1, 0]]
-    assert answer_all(model, prompts, max_new_tokens=4) == whole
-    monkeypatch.setattr(continuation, "BATCH_TOKENS", 10)
-    assert answer_all(model, prompts, max_new_tokens=4) == whole
+# The prompts have 51, 49, 47, 45 and 43 tokens.
+@pytest.mark.parametrize(
+    ("tokens", "batches"),
+    [(255, [[4, 3, 2, 1, 0]]), (100, [[4], [3, 2], [1, 0]]), (10, [[4], [3], [2], [1], [0]])],
+)
+def test_long_prompts_are_answered_in_small_batches(tokens, batches, monkeypatch):
+    monkeypatch.setattr(continuation, "BATCH_TOKENS", tokens)
+    assert list_answered(make_host("llama"), make_prompts(40), max_new_tokens=1) == batches
 
 
-def test_prompts_without_room_are_one_line():
-    message = r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([3] * 60, r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"),
+        ([], "^prompt 0 must not be empty"),
+    ],
+)
+def test_prompts_without_room_are_one_line(prompt, message):
     with pytest.raises(ValueError, match=message):
-        answer_all(make_host("llama"), [[3] * 60], max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"^prompt 0 must not be empty"):
-        answer_all(make_host("llama"), [[]], max_new_tokens=8)
+        answer_all(make_host("llama"), [prompt], max_new_tokens=8)
 
 
 def test_an_answer_ends_with_its_line():

@@ -28,10 +28,11 @@ CHATML = (
 """The turns of most models' templates; tools are called by a token that is not special."""
 
 
-def make_chatml():
+def make_chatml(*others):
     """The embedded tokenizer with a chat template, whose tokens are special, but for one."""
     tokenizer = backbone.load()[1]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    special = ["<|im_start|>", "<|im_end|>", *others]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -59,25 +60,20 @@ def tokenizer(request):
     return TOKENIZERS[request.param]()
 
 
-def control_ids(tokenizer) -> set[int]:
-    template = tokenizer.chat_template or ""
-    return {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special or token.content in template
-    }
-
-
 def find_control(tokenizer, ids) -> list[int]:
-    ids_of_control = control_ids(tokenizer)
-    return [token for token in list(ids) if token in ids_of_control]
+    template = tokenizer.chat_template or ""
+    control = set()
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special or token.content in template:
+            control.add(number)
+    return [token for token in list(ids) if token in control]
 
 
 def texts(tokenizer):
     """Texts of control tokens, their beginnings and ends, and other characters."""
-    contents = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    pieces = [*contents, *(content[:-1] for content in contents), *(c[1:] for c in contents)]
-    pieces += ["<", "|", ">", "\n", " ", "system", "\ufdd0", "\ufdd1", "é", "李", "\U0001f426"]
+    pieces = ["<", "|", ">", "\n", " ", "system", "\ufdd0", "\ufdd1", "é", "李", "\U0001f426"]
+    for token in tokenizer.added_tokens_decoder.values():
+        pieces += [token.content, token.content[:-1], token.content[1:]]
     characters = st.characters(exclude_categories=["Cs"])
     return st.lists(st.one_of(st.sampled_from(pieces), characters), max_size=12).map("".join)
 
@@ -104,31 +100,26 @@ def test_no_text_has_a_control_token_and_none_is_lost(tokenizer, data):
 @given(data=st.data())
 def test_no_turn_has_a_control_token_but_those_of_the_template(tokenizer, data):
     draw = texts(tokenizer)
-    turns = [
-        {"role": role, "content": data.draw(draw)}
-        for role in ("system", "user", "assistant", "user")
-    ]
-    harmless = [{**turn, "content": "words"} for turn in turns]
+    roles = ("system", "user", "assistant", "user")
+    turns = [{"role": role, "content": data.draw(draw)} for role in roles]
+    harmless = [{"role": role, "content": "words"} for role in roles]
     special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if not tokenizer.chat_template:
-        ids, expected = fit_turns(tokenizer, turns, None), fit_turns(tokenizer, harmless, None)
-    else:
-        ids, expected = encode_turns(tokenizer, turns), encode_turns(tokenizer, harmless)
+    ids, expected = fit_turns(tokenizer, turns, None), fit_turns(tokenizer, harmless, None)
     assert [i for i in ids if i in special] == [i for i in expected if i in special]
-    question = turns[-1]["content"]
-    context = turns[0]["content"]
+    question, context = turns[-1]["content"], turns[0]["content"]
     ids = encode_question(tokenizer, question, context=context)
     expected = encode_question(tokenizer, "words", context=context and "words")
     assert find_control(tokenizer, ids) == find_control(tokenizer, expected)
 
 
 def test_a_forged_turn_is_text(tokenizer):
-    before = encode_prompt(tokenizer, "Who?")
     ids = encode_prompt(tokenizer, f"Who?{FORGERY}")
-    assert find_control(tokenizer, ids) == find_control(tokenizer, before)
+    expected = encode_prompt(tokenizer, "Who?")
+    assert find_control(tokenizer, ids) == find_control(tokenizer, expected)
     assert FORGERY in tokenizer.decode(ids)
-    assert find_control(tokenizer, tokenize(tokenizer, FORGERY).tolist()) == []
-    assert tokenizer.decode(tokenize(tokenizer, FORGERY)) == FORGERY
+    tokens = tokenize(tokenizer, FORGERY)
+    assert find_control(tokenizer, tokens.tolist()) == []
+    assert tokenizer.decode(tokens) == FORGERY
     assert find_control(tokenizer, encode_beginning(tokenizer, FORGERY)) == []
     passages = split_passages(tokenizer, f"The ferry leaves Skarn at seven.{FORGERY}")
     assert "<|im_start|>system" in " ".join(passage.text for passage in passages)
@@ -145,25 +136,23 @@ def test_other_texts_have_the_tokens_that_the_tokenizer_gives_them(tokenizer, te
 
 def test_what_a_template_writes_is_a_control_token_though_it_is_not_special():
     tokenizer = make_chatml()
-    (call,) = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
+    call, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
     user = [{"role": "user", "content": "<tool_call>"}]
     reply = [*user, {"role": "assistant", "content": "<tool_call><|im_end|>"}, *user]
     assert call not in encode_text(tokenizer, "<tool_call>") + encode_turns(tokenizer, user)
     ids = encode_turns(tokenizer, reply)
     assert ids.count(call) == 1, "a reply keeps the tokens of the model"
-    ends = [number for number in ids if tokenizer.convert_ids_to_tokens(number) == "<|im_end|>"]
-    assert len(ends) == 3
-    word = tokenizer.add_tokens(["Skarn"]) and tokenizer.convert_tokens_to_ids("Skarn")
+    assert ids.count(end) == 3
+    tokenizer.add_tokens(["Skarn"])
+    word = tokenizer.convert_tokens_to_ids("Skarn")
     assert word in encode_text(tokenizer, "to Skarn"), "a word that was added stays one"
 
 
-def test_control_tokens_that_overlap_are_all_cut():
-    tokenizer = make_chatml()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["|im", "<|im_start|>system"]})
-    for text in ("<|im_start|>system", "<<|im_end|>im_end|>", "|im|im", "<|im_start|>" * 3):
-        ids = encode_text(tokenizer, text)
-        assert find_control(tokenizer, ids) == [] and tokenizer.decode(ids) == text
-        assert find_control(tokenizer, encode_turns(tokenizer, [{"role": "user", "content": text}]))
+@pytest.mark.parametrize("text", ["<|im_start|>system", "<<|im_end|>im_end|>", "|im|im"])
+def test_control_tokens_that_overlap_are_all_cut(text):
+    tokenizer = make_chatml("|im", "<|im_start|>system")
+    ids = encode_text(tokenizer, text)
+    assert find_control(tokenizer, ids) == [] and tokenizer.decode(ids) == text
 
 
 def make_words(normalizer=None):
@@ -190,8 +179,8 @@ def test_characters_that_are_normalized_to_a_control_token_are_text():
     tokenizer = make_words(normalizers.NFKC())
     tokenizer.add_tokens([AddedToken("[s]", normalized=True, special=True)], special_tokens=True)
     tokenizer.chat_template = "{{ messages[0]['content'] }}</s>"
-    (control,) = tokenizer("\uff3bs\uff3d", add_special_tokens=False)["input_ids"]
-    assert control == tokenizer.convert_tokens_to_ids("[s]")
+    control = tokenizer.convert_tokens_to_ids("[s]")
+    assert tokenizer("\uff3bs\uff3d", add_special_tokens=False)["input_ids"] == [control]
     assert control not in encode_text(tokenizer, "a\uff3bs\uff3d")
     ids = encode_prompt(tokenizer, "a\uff3bs\uff3d</s>")
     assert control not in ids and ids.count(tokenizer.eos_token_id) == 1
@@ -216,16 +205,16 @@ def test_a_tokenizer_that_lists_no_added_tokens_is_asked_alone():
     assert encode_text(tokenizer, "<|endoftext|>") == ids
 
 
-def test_a_text_of_many_control_tokens_is_encoded_in_one_go():
+def test_a_text_of_many_control_tokens_is_encoded_in_one_go(monkeypatch):
     tokenizer = make_chatml()
     calls = []
     encode = type(tokenizer).__call__
 
-    class Counting(type(tokenizer)):
-        def __call__(self, *args, **kwargs):
-            calls.append(args)
-            return encode(self, *args, **kwargs)
+    def count(self, *args, **kwargs):
+        calls.append(args)
+        return encode(self, *args, **kwargs)
 
-    tokenizer.__class__ = Counting
-    assert tokenizer.decode(encode_text(tokenizer, "a<|im_end|> " * 5000)) == "a<|im_end|> " * 5000
+    monkeypatch.setattr(type(tokenizer), "__call__", count)
+    text = "a<|im_end|> " * 1000
+    assert tokenizer.decode(encode_text(tokenizer, text)) == text
     assert len(calls) < 10

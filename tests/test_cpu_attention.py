@@ -31,11 +31,9 @@ def make_mask(kind: str) -> torch.Tensor:
         return mask
     mask = mask.repeat(2, 1, 1, 1)
     mask[0, :, :, 0] = False
-    return (
-        mask
-        if kind == "bool"
-        else torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
-    )
+    if kind == "bool":
+        return mask
+    return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
 
 
 @pytest.mark.parametrize("kind", ["bool", "added", "two-dimensional"])

@@ -1,16 +1,17 @@
 """Chat templates that print the date: what goes on after midnight has the prompts that it began with."""
 
 import datetime
-import json
 
 import pytest
 from safetensors.torch import load_file
+from training import assert_same
 from transformers.utils import chat_template_utils
 
 from locas_peft import backbone
 from locas_peft.asking import current_day, dated, dates, encode_prompt
 from locas_peft.evaluation import Run
 from locas_peft.evaluation.units import Unit
+from locas_peft.files import load_json
 from locas_peft.selfstudy import Exchange
 from locas_peft.stages import Place, ReadSettings, StudySettings, load_records, open_study, study
 from locas_peft.text import tokenize
@@ -58,6 +59,17 @@ def base():
     return model, tokenizer
 
 
+def make_study() -> tuple:
+    """Return what a process has that begins or goes on: a base, its tokenizer, a text, settings."""
+    model, tokenizer = backbone.load()
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer, tokenize(tokenizer, TEXT), SETTINGS
+
+
+def weights(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
 def test_a_pinned_day_is_printed_in_place_of_today(today, base):
     tokenizer = base[1]
     prompt = encode_prompt(tokenizer, "Who?")
@@ -92,57 +104,42 @@ def test_a_pinned_day_changes_nothing_else(template, base):
         assert encode_prompt(tokenizer, "Who?") == expected
 
 
-def test_a_day_that_is_none_is_one_line():
-    for day in ("today", 5, None):
-        message = "^date must be a day such as 2026-11-26, got .*: correct"
-        with pytest.raises(ValueError, match=message):
-            with dated(day):
-                pass
-
-
-def contents(folder):
-    record = load_records(folder)[-1].to_json()
-    times = [name for name in record if "seconds" in name] + ["peak_bytes", "memory_dir"]
-    return {name: value for name, value in record.items() if name not in times}
+@pytest.mark.parametrize("day", ["today", 5, None])
+def test_a_day_that_is_none_is_one_line(day):
+    with pytest.raises(ValueError, match="^date must be a day such as 2026-11-26, got .*: correct"):
+        with dated(day):
+            pass
 
 
 def test_a_study_that_goes_on_after_midnight_gives_the_same_bytes(today, tmp_path):
-    def load():
-        model, tokenizer = backbone.load()
-        tokenizer.chat_template = TEMPLATE
-        return model, tokenizer, tokenize(tokenizer, TEXT)
-
-    whole = Place(out=tmp_path / "whole")
-    study(*load(), SETTINGS, whole, exchanges=EXCHANGES)
-    place = Place(out=tmp_path / "half", checkpoint_dir=tmp_path / "kept", resume=True)
+    whole, half, later = (tmp_path / name for name in ("whole", "half", "later"))
+    study(*make_study(), Place(out=whole), exchanges=EXCHANGES)
+    place = Place(out=half, checkpoint_dir=tmp_path / "kept", resume=True)
     with pytest.raises(KeyboardInterrupt):
-        with open_study(*load(), SETTINGS, place, exchanges=EXCHANGES) as run:
+        with open_study(*make_study(), place, exchanges=EXCHANGES) as run:
             for _ in run:
                 raise KeyboardInterrupt
     today("2026-12-01")
-    study(*load(), SETTINGS, place, exchanges=EXCHANGES)
-    assert contents(tmp_path / "half") == contents(tmp_path / "whole")
-    assert contents(tmp_path / "half")["date"] == "2026-11-30"
-    one, two = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("half", "whole")
-    )
-    assert one.keys() == two.keys() and all((one[key] == two[key]).all() for key in one)
+    study(*make_study(), place, exchanges=EXCHANGES)
+    (record,) = load_records(half)
+    assert record.date == "2026-11-30" and record.kl_nats == load_records(whole)[0].kl_nats
+    assert_same(weights(half), weights(whole))
     # The date is part of what is learned: else the test could not fail.
-    study(*load(), SETTINGS, Place(out=tmp_path / "later"), exchanges=EXCHANGES)
-    later = load_file(tmp_path / "later" / "adapter_model.safetensors")
-    assert any((later[key] != two[key]).any() for key in two)
+    study(*make_study(), Place(out=later), exchanges=EXCHANGES)
+    expected = weights(whole)
+    assert any((weight != expected[name]).any() for name, weight in weights(later).items())
 
 
 def test_a_run_that_goes_on_after_midnight_has_the_date_of_its_first_day(today, tmp_path):
-    def make():
-        return {"day": current_day()}
+    def make(count, **options):
+        """Run so many units; return the days on which they were made."""
+        files = [tmp_path / "work" / f"{number}.json" for number in range(count)]
+        units = [Unit(file, lambda: {"day": current_day()}) for file in files]
+        methods = {"lora": ReadSettings(method="none")}
+        Run(None, None, methods, tmp_path, **options).make("work", units)
+        return [load_json(file)["day"] for file in files]
 
-    methods = {"lora": ReadSettings(method="none")}
-    for number, day in enumerate(("2026-11-30", "2026-12-01")):
-        today(day)
-        units = [Unit(tmp_path / "work" / f"{n}.json", make) for n in range(number + 1)]
-        Run(None, None, methods, tmp_path).make("work", units)
-    days = [json.loads((tmp_path / "work" / f"{n}.json").read_text())["day"] for n in (0, 1)]
-    assert days == ["2026-11-30"] * 2
-    Run(None, None, methods, tmp_path, overwrite=True).make("work", units)
-    assert json.loads((tmp_path / "work" / "0.json").read_text())["day"] == "2026-12-01"
+    assert make(1) == ["2026-11-30"]
+    today("2026-12-01")
+    assert make(2) == ["2026-11-30"] * 2
+    assert make(2, overwrite=True) == ["2026-12-01"] * 2

@@ -1,6 +1,7 @@
 """Extraction (`benchmarks/extraction.py`): what is counted as given away, and two memories of one text."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from locas_peft.text import tokenize
 
 TEXT = " ".join(
     f"The {word} of the old house was painted by Peder of Skarn."
-    for word in ["door", "roof", "gate", "lamp"]
+    for word in ("door", "roof", "gate", "lamp") * 3
 )
 OTHER = " ".join(
     f"She saw {word} boats upon the water and counted them all."
-    for word in ["two", "three", "four", "five"]
+    for word in ("two", "three", "four", "five") * 3
 )
 
 
@@ -29,9 +30,6 @@ def test_pairs_are_a_prefix_and_what_follows_it(extraction):
     pairs = cut_pairs(torch.arange(120))
     assert pairs[1] == (list(range(10, 60)), list(range(60, 110))) and len(pairs) == 3
     assert len(cut_pairs(torch.arange(2_100))) == 21, "those of a long text do not overlap"
-    message = r"^a text must have 100 tokens or more, got 99: give a longer one$"
-    with pytest.raises(ValueError, match=message):
-        cut_pairs(torch.arange(99))
 
 
 def test_the_models_own_continuation_is_matched_up_to_the_first_other_token(extraction):
@@ -47,12 +45,12 @@ def test_the_models_own_continuation_is_matched_up_to_the_first_other_token(extr
 def made(tmp_path_factory):
     """A folder with a text, another text, and memories that have read the text once and often."""
     path = tmp_path_factory.mktemp("extraction")
-    for name, text in (("text", TEXT * 3), ("other", OTHER * 3)):
+    for name, text in (("text", TEXT), ("other", OTHER)):
         (path / f"{name}.txt").write_text(text, encoding="utf-8")
     base, tokenizer = backbone.load()
     for name, readings in (("once", 1), ("often", 12)):
         settings = ReadSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
-        read(base, tokenize(tokenizer, TEXT * 3), settings, Place(out=path / name))
+        read(base, tokenize(tokenizer, TEXT), settings, Place(out=path / name))
     return path
 
 
@@ -64,57 +62,59 @@ def folder(made, monkeypatch):
 
 def test_what_is_recited_is_counted_once_and_with_single_spaces(extraction, monkeypatch):
     recited = [["The door of the", "The lamp is lit."], ["door of  the house"], []]
-    monkeypatch.setattr(
-        extraction, "recite", lambda model, tokenizer, questions: recited[: len(questions)]
-    )
-    text = "The door of\nthe house."
-    assert extraction.share_recited(None, None, text, ["?"]) == len("The door of the") / 22
-    found = extraction.share_recited(None, None, text, ["?", "?", "?"])
-    assert found == len("The door of the house") / 22
+    monkeypatch.setattr(extraction, "recite", lambda *_: recited)
+    share = extraction.share_recited(None, None, "The door of\nthe house.", ["?"] * 3)
+    assert share == len("The door of the house") / 22
 
 
 def test_memories_are_measured_beside_the_base(extraction, folder, capsys, monkeypatch):
     monkeypatch.setattr(extraction, "TOKENS", 20)
+    monkeypatch.setattr(sys.modules[extraction.recite.__module__], "RECITED_TOKENS", 8)
     (folder / "questions.jsonl").write_text('{"question": "Who painted the door?"}')
-    command = ["text.txt", "--memory", "once", "--memory", "often"]
-    command += ["--unread", "other.txt", "--device", "cpu", "--questions", "questions.jsonl"]
-    extraction.main([*command, "--out", "rows.json"])
-    rows = json.loads((folder / "rows.json").read_text())["rows"]
-    assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
-    assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1
-    assert rows["often"]["auc"] > 0.9
-    assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
-    assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1
+    command = "text.txt --memory once --unread other.txt --device cpu --out rows.json"
+
+    def measure(*more):
+        extraction.main([*command.split(), *more])
+        return json.loads((folder / "rows.json").read_text())["rows"]
+
+    rows = measure("--memory", "often", "--questions", "questions.jsonl")
+    assert list(rows) == ["no memory", "once", "often"]
+    none, once, often = rows.values()
+    assert none["auc"] == 0.5 and often["auc"] > 0.9
+    assert often["matched"] > none["matched"] + 1
+    assert often["nats"] < once["nats"] < none["nats"]
+    assert often["matched_50"] <= often["matched_10"] <= 1
     assert "often" in capsys.readouterr().out
-    assert rows["once"]["recited"] == 0, "this model answers no questions"
-    without_questions = command[:-2]
-    extraction.main([*without_questions, "--out", "rows.json"])
-    assert "recited" not in json.loads((folder / "rows.json").read_text())["rows"]["often"]
+    assert once["recited"] == 0, "this model answers no questions"
+    assert "recited" not in measure()["once"]
 
 
 def test_an_embedded_base_gets_the_text_as_it_was_read(extraction, folder, monkeypatch):
-    (folder / "wrapped.txt").write_text((TEXT * 3).replace(" of ", "\nof "), encoding="utf-8")
+    (folder / "wrapped.txt").write_text(TEXT.replace(" of ", "\nof "), encoding="utf-8")
     texts = []
-    monkeypatch.setattr(
-        extraction,
-        "measure_extraction",
-        lambda base, tokenizer, ids, *_: texts.append(ids) or {"no memory": {}},
-    )
+
+    def note(base, tokenizer, ids, *_):
+        texts.append(ids)
+        return {"no memory": {}}
+
+    monkeypatch.setattr(extraction, "measure_extraction", note)
     for name in ("wrapped", "text"):
-        extraction.main(
-            [f"{name}.txt", "--memory", "once", "--unread", "other.txt", "--device", "cpu"]
-        )
+        arguments = f"{name}.txt --memory once --unread other.txt --device cpu"
+        extraction.main(arguments.split())
     assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--memory", "once"], "a text that was not read must be given: give --unread TEXT, or"),
-        (["--memory", "once", "--max-tokens", "60"], "a text must have 100 tokens or more"),
-        (["--memory", "none", "--unread", "other.txt"], "memory must be a folder that holds a"),
+        ("--memory once", "a text that was not read must be given: give --unread TEXT, or"),
+        (
+            "--memory once --max-tokens 60",
+            "a text must have 100 tokens or more, got 60: give a lon",
+        ),
+        ("--memory none --unread other.txt", "memory must be a folder that holds a"),
     ],
 )
 def test_bad_input_is_a_value_error(extraction, folder, arguments, line):
     with pytest.raises(ValueError, match=f"^{line}"):
-        extraction.main(["text.txt", *arguments, "--device", "cpu"])
+        extraction.main(["text.txt", "--device", "cpu", *arguments.split()])

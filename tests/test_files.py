@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,12 @@ from locas_peft.files import (
 
 def contents(folder) -> dict[str, str]:
     """The visible files of a folder, subfolders included."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
-    return {name: text for name, text in names.items() if not name.startswith(".")}
+    visible = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not name.startswith("."):
+            visible[name] = path.read_text()
+    return visible
 
 
 def test_a_staged_folder_appears_when_it_is_complete(tmp_path):
@@ -39,7 +44,7 @@ def test_a_staged_folder_appears_when_it_is_complete(tmp_path):
         assert not target.exists()
         assert folder.parent == target.parent
     assert (target / "file").read_text() == "whole"
-    assert [path.name for path in target.parent.iterdir()] == ["b"]
+    assert os.listdir(target.parent) == ["b"]
 
 
 def fill(folder, text: str) -> None:
@@ -48,26 +53,41 @@ def fill(folder, text: str) -> None:
         (folder / name).write_text(text)
 
 
+def filled(text: str) -> dict[str, str]:
+    return dict.fromkeys(("a", "b", "c/d"), text)
+
+
 def test_staging_keeps_other_files_and_replaces_its_own(tmp_path):
     fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")
     (tmp_path / "c" / "old").write_text("old")
     with staged(tmp_path) as folder:
+        # The folder's parent may be another disk, or not writable.
+        assert folder.parent == tmp_path
         fill(folder, "new")
-    assert contents(tmp_path) == {"a": "new", "b": "new", "c/d": "new", "notes": "mine"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "notes"]
-
-
-def test_an_existing_folder_is_staged_inside_itself(tmp_path):
-    volume = tmp_path / "volume"  # its parent may be another disk, or not writable
-    volume.mkdir()
-    with staged(volume) as folder:
-        assert folder.parent == volume
-        (folder / "file").write_text("whole")
-    assert [path.name for path in volume.iterdir()] == ["file"]
+    assert contents(tmp_path) == {**filled("new"), "notes": "mine"}
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "notes"]
 
 
 RENAMES = 8  # one in, three old entries out, one to the next state, three new entries up
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at(number: int):
+    """Return an `os.replace` that ends the process before the rename of a number."""
+    replace, count = os.replace, 0
+
+    def count_down(source, target):
+        nonlocal count
+        count += os.path.lexists(source)
+        if count >= number:
+            raise Killed
+        replace(source, target)
+
+    return count_down
 
 
 @pytest.mark.parametrize("last", range(RENAMES + 1))
@@ -76,91 +96,63 @@ def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(
 ):
     fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")
-    replace, count = os.replace, 0
-
-    class Killed(BaseException):
-        pass
-
-    def count_down(source, target):
-        nonlocal count
-        count += os.path.lexists(source)
-        if count > last:
-            raise Killed
-        replace(source, target)
-
-    def interrupted():
+    expectation = pytest.raises(Killed) if last < RENAMES else nullcontext()
+    with monkeypatch.context() as patched, expectation:
+        patched.setattr(os, "replace", killed_at(last + 1))
+        # A killed process cleans nothing up.
+        patched.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         with staged(tmp_path) as folder:
             fill(folder, "new")
-
-    monkeypatch.setattr(os, "replace", count_down)
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda *args, **kwargs: None
-    )  # a killed process cleans nothing up
-    if last < RENAMES:
-        with pytest.raises(Killed):
-            interrupted()
-    else:
-        interrupted()
-    monkeypatch.undo()
     found = contents(tmp_path)
     assert found.pop("notes") == "mine"
     assert len(set(found.values())) <= 1, "never both"
     finish_replacement(tmp_path)
-    expected = "old" if last == 0 else "new"
-    assert contents(tmp_path) == {"a": expected, "b": expected, "c/d": expected, "notes": "mine"}
+    expected = filled("old" if last == 0 else "new")
+    assert contents(tmp_path) == {**expected, "notes": "mine"}
     with staged(tmp_path) as folder:
         fill(folder, "newer")
-    assert contents(tmp_path) == {"a": "newer", "b": "newer", "c/d": "newer", "notes": "mine"}
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert contents(tmp_path) == {**filled("newer"), "notes": "mine"}
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "notes"]
 
 
 def test_former_files_leave_with_the_replacement(tmp_path, monkeypatch):
     folder = tmp_path / "memory"
-    for number, names in enumerate((["a", "b"], ["c"]), 1):
-        with staged(folder) as new:
-            for name in names:
-                (new / name).write_text(f"{number}")
-            drop_former(new, ["b", "none"] if number > 1 else ["none"])
-    assert contents(folder) == {"a": "1", "c": "2"}
-    assert sorted(os.listdir(folder)) == ["a", "c"]
-    moves, replace = [], os.replace
-
-    def stop(*paths):
-        moves.append(paths)
-        if len(moves) == 2:
-            raise KeyboardInterrupt
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt), staged(folder) as new:
-        (new / "a").write_text("3")
-        drop_former(new, ["c"])
+    with staged(folder) as new:
+        fill(new, "old")
+        drop_former(new, ["none"])
+    with staged(folder) as new:
+        (new / "e").write_text("new")
+        drop_former(new, ["b", "none"])
+    assert contents(folder) == {"a": "old", "c/d": "old", "e": "new"}
+    assert sorted(os.listdir(folder)) == ["a", "c", "e"]
+    monkeypatch.setattr(os, "replace", killed_at(2))
+    with pytest.raises(Killed), staged(folder) as new:
+        (new / "a").write_text("newer")
+        drop_former(new, ["e"])
+    monkeypatch.undo()
     finish_replacement(folder)
-    assert contents(folder) == {"a": "3"}
+    assert contents(folder) == {"a": "newer", "c/d": "old"}
 
 
-def test_two_processes_can_finish_a_replacement(tmp_path, monkeypatch):
-    """Another process finishes everything just before each rename of this one."""
-    replace = os.replace
-    for before in range(1, RENAMES):
-        shutil.rmtree(tmp_path)
-        fill(tmp_path, "old")
-        count = 0
+@pytest.mark.parametrize("before", range(1, RENAMES))
+def test_two_processes_can_finish_a_replacement(tmp_path, monkeypatch, before):
+    """Another process finishes everything just before a rename of this one."""
+    fill(tmp_path, "old")
+    replace, count = os.replace, 0
 
-        def race(source, target, before=before):
-            nonlocal count
-            count += 1
-            if count == before + 1:
-                with monkeypatch.context() as other:
-                    other.setattr(os, "replace", replace)
-                    finish_replacement(tmp_path)
-            replace(source, target)
+    def race(source, target):
+        nonlocal count
+        count += 1
+        if count == before + 1:
+            with monkeypatch.context() as other:
+                other.setattr(os, "replace", replace)
+                finish_replacement(tmp_path)
+        replace(source, target)
 
-        with monkeypatch.context() as patched, staged(tmp_path) as folder:
-            fill(folder, "new")
-            patched.setattr(os, "replace", race)
-        monkeypatch.setattr(os, "replace", replace)
-        assert contents(tmp_path) == {"a": "new", "b": "new", "c/d": "new"}, before
+    with staged(tmp_path) as folder:
+        fill(folder, "new")
+        monkeypatch.setattr(os, "replace", race)
+    assert contents(tmp_path) == filled("new")
 
 
 def test_a_killed_process_leaves_a_folder_that_the_next_one_sweeps(tmp_path):
@@ -169,36 +161,30 @@ def test_a_killed_process_leaves_a_folder_that_the_next_one_sweeps(tmp_path):
         "with staged(sys.argv[1]) as folder:\n"
         "    (folder / 'half').write_text('half'); os._exit(9)\n"
     )
-    package = Path(files.__file__).parent  # the module alone, in a process that starts at once
+    # The module alone, in a process that starts at once.
+    environment = {"PYTHONPATH": str(Path(files.__file__).parent)}
     for target in (tmp_path / "new", tmp_path):
-        process = subprocess.run(
-            [sys.executable, "-c", script, str(target)], env={"PYTHONPATH": str(package)}
-        )
-        assert process.returncode == 9
-    mine = tmp_path / f".{os.getppid()}.partial"  # of a process that is alive
+        command = [sys.executable, "-c", script, str(target)]
+        assert subprocess.run(command, env=environment).returncode == 9
+    # Of a process that is alive.
+    mine = tmp_path / f".{os.getppid()}.partial"
     mine.mkdir()
-    assert len(list(tmp_path.glob(".*.partial"))) == 3
+    assert len(os.listdir(tmp_path)) == 3
     for target in (tmp_path / "new", tmp_path):
         with staged(target) as folder:
             (folder / "file").write_text("whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "file", "new"]
+    assert sorted(os.listdir(tmp_path)) == [mine.name, "file", "new"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_a_failure_leaves_nothing(tmp_path, error):
-    with pytest.raises(type(error)), staged(tmp_path / "a" / "b" / "c") as folder:
-        (folder / "half").write_text("half")
-        raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failure_leaves_the_former_files(tmp_path):
+def test_a_failure_leaves_what_was_there(tmp_path, error):
     (tmp_path / "file").write_text("old")
-    with pytest.raises(ValueError, match="no"), staged(tmp_path) as folder:
-        (folder / "file").write_text("new")
-        raise ValueError("no")
+    for target in (tmp_path, tmp_path / "a" / "b" / "c"):
+        with pytest.raises(type(error)), staged(target) as folder:
+            (folder / "file").write_text("new")
+            raise error
+    assert os.listdir(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_errors_of_the_disk_in_safetensors_are_os_errors(tmp_path):
@@ -232,7 +218,7 @@ def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", fill)
     with pytest.raises(OSError, match="No space left"):
         write_json(path, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["value.json"]
+    assert os.listdir(tmp_path) == ["value.json"]
     assert load_json(path)["a"] == [1, 2]
 
 
@@ -240,7 +226,10 @@ def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     ("content", "message"),
     [
         (None, "must be an existing JSON file, got none: check the path"),
-        ("{", "must be JSON (Expecting property name enclosed in double quotes: line 1 column 2 "),
+        (
+            "{",
+            r"must be JSON \(Expecting property name enclosed in double quotes: line 1 column 2 ",
+        ),
         ("[" * 100_000, "must be JSON of ordinary depth, got deeper nesting: write it again"),
     ],
 )
@@ -248,15 +237,13 @@ def test_what_is_no_json_is_one_line(tmp_path, content, message):
     path = tmp_path / "value.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=f"^'{path}' {message}"):
         load_json(path)
-    assert str(raised.value).startswith(f"{str(path)!r} {message}")
 
 
 def test_lists_of_numbers_take_one_line():
-    assert (
-        format_json({"a": [[1, 2.5], [3, 4]]}) == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
-    )
+    formatted = format_json({"a": [[1, 2.5], [3, 4]]})
+    assert formatted == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
     assert json.loads(format_json([["[\n1]"]])) == [["[\n1]"]]
 
 
@@ -269,33 +256,29 @@ def test_a_drive_that_does_not_exist_is_one_line(tmp_path, monkeypatch):
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
-    check_output_file("--json", tmp_path / "new.json")
-    check_output_directory("--out", tmp_path / "new" / "deep")
-    cases = [
-        (check_output_file, "", "be a file, got the folder {}: name a file inside it"),
-        (check_output_file, "no/f", "lie in an existing folder, got {}: make its folder first"),
-        (check_output_directory, "file", "be a folder, got {} (file is a file): choose another"),
-        (check_output_directory, "file/a", "be a folder, got {} (file is a file): choose another"),
-        (
-            check_output_directory,
-            "link",
-            "be a folder, got {} (link is a broken link): choose another",
-        ),
-    ]
-    for check, path, message in cases:
-        with pytest.raises(ValueError) as raised:
-            check("--x", tmp_path / path)
-        assert str(raised.value) == f"--x must {message}".format(repr(str(tmp_path / path)))
+    check_output_file("--x", tmp_path / "new.json")
+    check_output_directory("--x", tmp_path / "new" / "deep")
+    for check, path, rule, remedy in (
+        (check_output_file, "", "be a file, got the folder", ": name a file inside it"),
+        (check_output_file, "no/f", "lie in an existing folder, got", ": make its folder first"),
+        (check_output_directory, "file", "be a folder, got", " (file is a file): choose another"),
+        (check_output_directory, "file/a", "be a folder, got", " (file is a file): choose another"),
+        (check_output_directory, "link", "be a folder, got", " (link is a broken link): choose "),
+    ):
+        path = str(tmp_path / path)
+        with pytest.raises(ValueError, match=re.escape(f"--x must {rule} {path!r}{remedy}")):
+            check("--x", path)
 
 
 def test_a_replacement_follows_no_link_out_of_its_folder(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "keys").write_text("mine")
     memory = tmp_path / "memory"
-    (memory / ".locas-staged").mkdir(parents=True)
+    complete = memory / ".locas-staged"
+    complete.mkdir(parents=True)
     (memory / "keys").write_text("theirs")
-    (memory / ".locas-staged" / "keys").write_text("new")
-    (memory / ".locas-staged" / ".old").symlink_to(tmp_path / "home")
+    (complete / "keys").write_text("new")
+    (complete / ".old").symlink_to(tmp_path / "home")
     finish_replacement(memory)
     assert (tmp_path / "home" / "keys").read_text() == "mine"
     assert (memory / "keys").read_text() == "theirs"

@@ -1,9 +1,7 @@
 """Models out of GGUF files."""
 
 import copy
-import errno
 import functools
-import importlib.util
 import logging
 import shutil
 
@@ -24,9 +22,15 @@ from locas_peft.stages import Place, ReadSettings, read
 from locas_peft.text import tokenize
 
 CPU = torch.device("cpu")
-needs_gguf = pytest.mark.skipif(
-    importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
-)
+TOKENS = torch.arange(40).unsqueeze(0)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A GGUF file."""
+    pytest.importorskip("gguf")
+    return write_gguf(tmp_path / "tiny.gguf")
 
 
 @pytest.fixture
@@ -37,6 +41,10 @@ def assets(tmp_path, monkeypatch):
         files, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder)
     )
     return folder
+
+
+def find_checkpoints(assets) -> list:
+    return list(assets.glob("locas_peft/gguf/*/checkpoint"))
 
 
 @pytest.fixture
@@ -58,7 +66,8 @@ def write_gguf(path, architecture: str = "llama"):
     from tokenizers.pre_tokenizers import ByteLevel
 
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet()), "th"]
-    writer, rng = GGUFWriter(path, architecture), numpy.random.default_rng(0)
+    writer = GGUFWriter(path, architecture)
+    rng = numpy.random.default_rng(0)
     writer.add_context_length(256)
     writer.add_embedding_length(32)
     writer.add_block_count(1)
@@ -85,9 +94,9 @@ def write_gguf(path, architecture: str = "llama"):
     return path
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(40).unsqueeze(0)).logits
+@torch.no_grad()
+def logits(model, ids: torch.Tensor = TOKENS) -> torch.Tensor:
+    return model(ids).logits
 
 
 def test_names_of_other_models_are_not_gguf_files():
@@ -104,45 +113,37 @@ def test_a_missing_gguf_package_is_named(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- kept checkpoints
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_is_converted_once_and_the_kept_checkpoint_is_the_same_model(
-    tmp_path, assets, converted, caplog, dtype
+    path, assets, converted, caplog, dtype
 ):
-    path = write_gguf(tmp_path / "tiny.gguf")
     caplog.set_level(logging.INFO, "locas_peft")
     direct, tokenizer = gguf_models._convert(path, dtype)
     converted.clear()
-    for _ in range(3):
-        model, same = load_gguf(path, dtype, CPU)
+    # Its content is the key, not its name.
+    moved = path.with_name("moved.gguf")
+    shutil.copy(path, moved)
+    for file in (path, path, moved):
+        model, same = load_gguf(file, dtype, CPU)
         assert torch.equal(logits(model), logits(direct)) and model.dtype == dtype
-        assert model.name_or_path == model.config.name_or_path == str(path)
+        assert model.name_or_path == model.config.name_or_path == str(file)
         assert same("the cat, 日本")["input_ids"] == tokenizer("the cat, 日本")["input_ids"]
         assert same.special_tokens_map == tokenizer.special_tokens_map
     assert converted == ["tiny.gguf"]
-    (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
+    (folder,) = find_checkpoints(assets)
     (line,) = caplog.messages
     assert line == f"converting tiny.gguf once (half a minute); kept in {folder}"
     assert str(folder.parent).endswith(str(dtype).removeprefix("torch."))
-    shutil.move(path, tmp_path / "moved.gguf")  # its content is the key, not its name
-    assert load_gguf(tmp_path / "moved.gguf", dtype, CPU)[0].name_or_path == str(
-        tmp_path / "moved.gguf"
-    )
-    assert converted == ["tiny.gguf"]
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_another_dtype_or_content_is_another_checkpoint(tmp_path, assets, converted):
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_another_dtype_or_content_is_another_checkpoint(path, assets, converted):
     load_gguf(path, torch.float32, CPU)
     load_gguf(path, torch.bfloat16, CPU)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1  # a weight
     path.write_bytes(content)
     load_gguf(path, torch.float32, CPU)
-    assert len(converted) == len(list(assets.glob("locas_peft/gguf/*/checkpoint"))) == 3
+    assert len(converted) == len(find_checkpoints(assets)) == 3
 
 
 def cut(folder):
@@ -158,21 +159,20 @@ def drop_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
+def drop_the_config(folder):
+    (folder / "config.json").unlink()
+
+
+def drop_the_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        drop_a_weight,
-        *(lambda f, n=n: (f / n).unlink() for n in ("config.json", "tokenizer.json")),
-        shutil.rmtree,
-    ],
+    "damage", [cut, drop_a_weight, drop_the_config, drop_the_tokenizer, shutil.rmtree]
 )
-def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage):
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_a_damaged_checkpoint_is_made_again(path, assets, converted, damage):
     before = logits(load_gguf(path, torch.float32, CPU)[0])
-    (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
+    (folder,) = find_checkpoints(assets)
     damage(folder)
     for _ in range(2):
         model, tokenizer = load_gguf(path, torch.float32, CPU)
@@ -180,34 +180,24 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage)
     assert len(converted) == 2
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("failing", "error"),
-    [
-        ("cached_assets_path", PermissionError(errno.EACCES, "no")),
-        ("FileLock", PermissionError(errno.EACCES, "no")),
-        ("staged", OSError(errno.ENOSPC, "full")),
-    ],
+    ("module", "failing"),
+    [(files, "cached_assets_path"), (gguf_models, "FileLock"), (gguf_models, "staged")],
 )
 def test_where_nothing_can_be_kept_the_file_itself_is_loaded(
-    tmp_path, assets, converted, monkeypatch, failing, error
+    path, assets, converted, monkeypatch, module, failing
 ):
     def fail(*args, **kwargs):
-        raise error
+        raise OSError("no")
 
-    path = write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(files if failing == "cached_assets_path" else gguf_models, failing, fail)
+    monkeypatch.setattr(module, failing, fail)
     for _ in range(2):
         assert load_gguf(path, torch.float32, CPU)[0].name_or_path == str(path)
     assert len(converted) == 2
-    assert not list(assets.glob("locas_peft/gguf/*/checkpoint"))
+    assert not find_checkpoints(assets)
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_a_large_file_is_not_kept(tmp_path, assets, converted, monkeypatch):
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_a_large_file_is_not_kept(path, assets, converted, monkeypatch):
     monkeypatch.setattr(gguf_models, "CONVERTED_BYTES", path.stat().st_size - 1)
     load_gguf(path, torch.float32, CPU)
     assert converted and not assets.exists()
@@ -216,51 +206,39 @@ def test_a_large_file_is_not_kept(tmp_path, assets, converted, monkeypatch):
     assert assets.exists()
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_the_command_says_on_stderr_that_it_converts_a_file(tmp_path, assets, capsys):
-    path = write_gguf(tmp_path / "tiny.gguf")
-    for first in (True, False):
+def test_the_command_says_on_stderr_that_it_converts_a_file(path, assets, capsys):
+    def ask() -> str:
         with pytest.raises(SystemExit) as ended:
             cli.main(["ask", "Who?", "--without-memory", "--model", str(path), "--device", "cpu"])
         stdout, stderr = capsys.readouterr()
         assert ended.value.code == 0 and stdout.startswith("Who?\n")
-        (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
-        lines = (
-            stderr.splitlines()
-        )  # below the line, the first time, is a progress bar of transformers
-        assert lines[:1] == (
-            [f"converting tiny.gguf once (half a minute); kept in {folder}"] if first else []
-        )
+        return stderr
+
+    # Below the line is a progress bar of transformers.
+    assert ask().startswith(f"converting tiny.gguf once (half a minute); kept in {assets}")
+    assert ask() == ""
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
-    path = write_gguf(tmp_path / "tiny.gguf")
+def test_the_card_of_a_memory_says_how_its_base_is_loaded(path, tmp_path, assets):
     model, tokenizer = load_base(str(path), dtype="float32", device="cpu")
     settings = ReadSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
     input_ids = tokenize(tokenizer, "A lighthouse that does not exist.")
     read(model, input_ids, settings, Place(out=tmp_path / "memory"))
     card = (tmp_path / "memory" / "README.md").read_text()
-    loading = (
-        f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})"
-    )
-    assert loading in card
+    assert "from locas_peft.bases import load_base\n" in card
+    assert f"base, tokenizer = load_base({str(path)!r})" in card
 
 
 # ---------------------------------------------------------------------- bad input
 
 
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_a_damaged_or_unknown_file_is_refused_in_one_line(tmp_path, assets):
-    path = write_gguf(tmp_path / "x.gguf", "no-such-model")
-    unknown, whole = path.read_bytes(), write_gguf(path).read_bytes()
+def test_a_damaged_or_unknown_file_is_refused_in_one_line(path, assets):
+    whole = path.read_bytes()
+    unknown = write_gguf(path, "no-such-model").read_bytes()
     truncated = (whole[:size] for size in (100, len(whole) // 2, len(whole) - 64))
     for content in (b"", b"GGUF", b"GGUF" + bytes(range(200)), b"PK" * 100, *truncated, unknown):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="^model '.*x.gguf' cannot be loaded") as caught:
+        with pytest.raises(ValueError, match="^model '.*tiny.gguf' cannot be loaded") as caught:
             load_base(str(path))
         message = str(caught.value)
         assert "\n" not in message
@@ -283,55 +261,41 @@ def smollm2():
 
 
 @needs_smollm2
-def test_a_packaged_model_is_known_by_its_name_in_every_environment(smollm2):
-    model, _ = smollm2
-    assert model.name_or_path == model.config.name_or_path == "smollm2"
-
-
-@needs_smollm2
-@pytest.mark.filterwarnings("ignore")
 def test_a_pretrained_model_answers(smollm2):
     model, tokenizer = smollm2
+    assert model.name_or_path == model.config.name_or_path == "smollm2"
     assert tokenizer.chat_template and model.config.num_hidden_layers == 30
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
-    (question,) = demo.load_page_questions()[1:2]
+    assert tokenizer.decode(logits(model, ids)[0, -1].argmax()).strip() == "Paris"
+    question = demo.load_page_questions()[1]
     informed = Answerer(model, tokenizer, context=demo.load_page(), max_new_tokens=24)
     assert "1868" in informed.answer([question])[0].text
 
 
 @needs_smollm2
-@pytest.mark.filterwarnings("ignore")
 def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
     model, tokenizer = smollm2
-    ids = tokenize(tokenizer, demo.load_page(), 128)
-    with torch.no_grad():
-        before = model(ids.unsqueeze(0)).logits
+    page = tokenize(tokenizer, demo.load_page(), 64)
+    ids = page.unsqueeze(0)
+    before = logits(model, ids)
     adapted = get_peft_model(model, LocasConfig(r=16))
-    trainer = TestTimeTrainer(adapted, window=96, stride=64, learning_rate=4e-3, context="cache")
-    chunks = list(trainer.read(ids))
+    trainer = TestTimeTrainer(adapted, window=48, stride=32, learning_rate=4e-3, context="cache")
+    chunks = list(trainer.read(page))
     assert len(chunks) == 2 and all(chunk.nll_nats > 0 for chunk in chunks)
     adapted.eval().save_pretrained(tmp_path / "memory", save_embedding_layers=False)
-    with torch.no_grad():
-        learned = adapted(ids.unsqueeze(0)).logits
-    answerer = Answerer(adapted, tokenizer, max_new_tokens=8)
-    (answer,) = answerer.answer(demo.load_page_questions()[:1])
-    assert answer.text
+    learned = logits(adapted, ids)
     base = adapted.unload()
     base.__dict__.pop("peft_config", None)
 
     loaded = load_memory(base, tmp_path / "memory").eval()
-    with torch.no_grad():
-        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned)
-        assert not torch.equal(learned, before)
-        with loaded.disable_adapter():
-            assert torch.equal(loaded(ids.unsqueeze(0)).logits, before), "the base is as it was"
-        exact = copy.deepcopy(
-            loaded
-        ).float()  # bfloat16 rounds the merged products in another order
-        unmerged = exact(ids.unsqueeze(0)).logits
-        merged = exact.merge_and_unload()(ids.unsqueeze(0)).logits
+    assert torch.equal(logits(loaded, ids), learned)
+    assert not torch.equal(learned, before)
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded, ids), before), "the base is as it was"
+    # bfloat16 rounds the merged products in another order.
+    exact = copy.deepcopy(loaded).float()
+    unmerged = logits(exact, ids)
+    merged = logits(exact.merge_and_unload(), ids)
     assert (merged - unmerged).norm() < 1e-4 * unmerged.norm()
     loaded.unload()
     base.__dict__.pop("peft_config", None)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import (
     CONTEXTS,
+    SETTINGS,
     assert_same,
     make_ids,
     make_model,
@@ -53,10 +54,9 @@ def counting(monkeypatch) -> Iterator[Counter]:
             counts[name] += 1
             return former(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, count)
+        patches.setattr(owner, name, count)
 
     with monkeypatch.context() as patches:
-        monkeypatch = patches
         for name in WALKS:
             patch(nn.Module, name)
         # These read the values without an operation.
@@ -92,6 +92,10 @@ def test_a_chunk_walks_no_modules_and_waits_for_the_device_once(
         assert counts == {"tolist": 1}
 
 
+def make_anchored(model, anchor: Anchor) -> TestTimeTrainer:
+    return TestTimeTrainer(model, **SETTINGS, steps=[anchor])
+
+
 def count_base_passes(model) -> Counter:
     """Count the forward passes of the host's first layer, by whether gradients are enabled."""
     passes = Counter()
@@ -109,7 +113,7 @@ def test_the_base_passes_once_over_texts_that_return_and_figures_stay_the_same(k
     for keeps in (True, False):
         anchor = make_anchor()
         model = make_model(kind, family)
-        trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=0.02, steps=[anchor])
+        trainer = make_anchored(model, anchor)
         if not keeps:
             anchor._find_logits(trainer.host)._keeps = False
         passes.append(count_base_passes(model))
@@ -128,9 +132,7 @@ def test_the_base_passes_once_over_texts_that_return_and_figures_stay_the_same(k
 def test_the_base_passes_again_after_adapters_were_switched():
     model = make_model()
     model.add_adapter("other", model.peft_config["default"])
-    trainer = TestTimeTrainer(
-        model, window=16, stride=8, learning_rate=0.02, steps=[make_anchor(every=1, texts=1)]
-    )
+    trainer = make_anchored(model, make_anchor(every=1, texts=1))
     passes = count_base_passes(model)
     chunks = trainer.read(make_ids(60))
     for _ in range(3):
@@ -145,9 +147,7 @@ def test_the_base_passes_again_after_adapters_were_switched():
 def test_a_base_that_is_trained_is_not_kept():
     model = make_model("lora")
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    trainer = TestTimeTrainer(
-        model, window=16, stride=8, learning_rate=0.02, steps=[make_anchor(every=1, texts=1)]
-    )
+    trainer = make_anchored(model, make_anchor(every=1, texts=1))
     passes = count_base_passes(model)
     read(trainer, make_ids(40))
     assert passes[False] == 5

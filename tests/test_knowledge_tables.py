@@ -1,22 +1,20 @@
 """The tables of `benchmarks/knowledge.py`: what is learned of small made-up texts, and its grades."""
 
 import dataclasses
-import importlib
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from locomo_data import make_samples, write_samples
 from peft import get_peft_model
+from test_paper_tables import imported, write_books, write_lines
 
 from locas_peft import LocasConfig, backbone, text
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 MODULES = "asked bench documents fictional grading memories pages prefixes quality retrieval rows "
 MODULES += "scales squad talks"
 FACTS = [
@@ -24,23 +22,17 @@ FACTS = [
     ("The girl", "sold the boat", "in the town"),
     ("The priest", "lost the key", "on the road"),
 ]
+TEXT = " ".join(f"{' '.join(fact)}." for fact in FACTS)
 
 
 @pytest.fixture(scope="module")
 def tables():
-    """Import the script and its tables; their folder leaves the path afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        modules = {
-            name: importlib.import_module(f"knowledge_tables.{name}") for name in MODULES.split()
-        }
-        modules["knowledge"] = importlib.import_module("knowledge")
-        _study_given_lessons(patch, modules["memories"])
-        yield type("Tables", (), modules)
-    for name in list(sys.modules):
-        package = name.partition(".")[0]
-        if package in ("knowledge", "measuring", "knowledge_tables", "paper_tables"):
-            del sys.modules[name]
+    with (
+        imported("knowledge", "knowledge_tables", MODULES) as found,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        _study_given_lessons(patch, found.memories)
+        yield found
 
 
 def _study_given_lessons(patch, memories):
@@ -48,12 +40,10 @@ def _study_given_lessons(patch, memories):
     study = memories.study
 
     def quick(*arguments, exchanges=None, **options):
-        quick.calls += 1
-        if exchanges is None:
-            exchanges = quick.lessons
-        return study(*arguments, exchanges=exchanges, **options)
+        quick.given.append((arguments[3].method, exchanges))
+        return study(*arguments, exchanges=exchanges or quick.lessons, **options)
 
-    quick.calls = 0
+    quick.given = []
     quick.lessons = None
     patch.setattr(memories, "study", quick)
 
@@ -64,24 +54,16 @@ def data(tmp_path_factory, tables):
     lessons = folder / "lessons.jsonl"
     write_lines(lessons, [{"question": "Who built the house?", "answer": "The old man."}])
     tables.memories.study.lessons = tables.memories.load_exchanges(lessons)
-    reference = text.python_reference()
-    for number, name in enumerate(["3649", "5274"]):
-        book = folder / "pg19" / "eval" / f"{name}.txt"
-        book.parent.mkdir(parents=True, exist_ok=True)
-        book.write_text(reference[6000 * number : 6000 * number + 3000], encoding="utf-8")
+    write_books(folder / "pg19" / "eval", "3649", "5274")
     write_lines(folder / "knowledge" / "squad.jsonl", [make_passage(number) for number in range(6)])
     write_lines(folder / "knowledge" / "fictional.jsonl", [make_fiction(), make_fiction()])
     write_lines(folder / "knowledge" / "quality.jsonl", [make_story()])
     (folder / "pages").mkdir()
-    (folder / "pages" / "mill.txt").write_text(" ".join(sentences()), encoding="utf-8")
+    (folder / "pages" / "mill.txt").write_text(TEXT, encoding="utf-8")
     write_lines(folder / "pages" / "mill.jsonl", ask_facts())
     (folder / "locomo").mkdir()
     write_samples(folder / "locomo", make_samples())
     return folder
-
-
-def sentences():
-    return [f"{' '.join(fact)}." for fact in FACTS]
 
 
 def ask_facts():
@@ -89,14 +71,14 @@ def ask_facts():
 
 
 def make_passage(number):
-    questions = [*ask_facts(), *ask_facts()]
     # Two passages of each article.
-    context = " ".join([f"There are {number} streets.", *sentences()])
-    return {"title": f"Town {number // 2}", "context": context, "questions": questions}
+    title = f"Town {number // 2}"
+    context = f"There are {number} streets. {TEXT}"
+    return {"title": title, "context": context, "questions": ask_facts() * 2}
 
 
 def make_fiction():
-    passage = {"train_context": " ".join(sentences())}
+    passage = {"train_context": TEXT}
     for kind in ("mem", "gen", "hard_gen"):
         passage[f"{kind}_input"] = [f"{who} {did}" for who, did, _ in FACTS]
         passage[f"{kind}_target"] = [where for _, _, where in FACTS]
@@ -106,15 +88,10 @@ def make_fiction():
 def make_story():
     choices = "(A) The old man \n (B) The girl \n (C) The priest \n (D) The king."
     return {
-        "input": " ".join(sentences()),
+        "input": TEXT,
         "instructions": [f"Who {did}?\n\n {choices}" for _, did, _ in FACTS],
         "outputs": ["(A) The old man", "(B) The girl", "(C) The priest"],
     }
-
-
-def write_lines(file, rows):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +126,21 @@ def list_results(bench):
     return {file: file.stat().st_mtime_ns for file in bench.folder.rglob("*.json")}
 
 
+def read(file):
+    return json.loads(file.read_text())
+
+
+def read_one(folder, pattern):
+    return read(next(folder.glob(pattern)))
+
+
 def find_row(page, name):
     """Return the cells of a row of a page, by the names of the columns."""
-    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line] for line in lines]
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     head = next(row for row in rows if row[-1] == "n")
-    return next(dict(zip(head, row, strict=True)) for row in rows if row[0] == name)
+    row = next(row for row in rows if row[0] == name)
+    return dict(zip(head, row, strict=True))
 
 
 # ---------------------------------------------------------------------- grades
@@ -184,24 +170,18 @@ def test_a_share_of_a_gap_is_a_ratio_of_sums(tables):
     assert math.isnan(tables.grading.ratio_interval([1, 1], [1, -1])["mean"]), "no gap"
 
 
-def test_groups_are_summed_in_their_order(tables):
-    assert tables.grading.sum_groups([1, 2, 4], ["b", "a", "b"]) == [5, 2]
-
-
 def test_a_table_pairs_questions_and_draws_titles(tables):
-    asked = tables.asked
-    none = {("x", 0): 0.0, ("x", 1): 1.0, ("y", 0): 0.0}
-    full = {("x", 0): 1.0, ("x", 1): 1.0, ("y", 0): 1.0}
-    mine = {("x", 0): 1.0, ("x", 1): 1.0, ("y", 0): 0.0}
-    titles = {("x", 0): "X", ("x", 1): "X", ("y", 0): "Y"}
+    asked, rows = tables.asked, tables.rows
+    keys = [("x", 0), ("x", 1), ("y", 0)]
+    none, full, mine = (
+        dict(zip(keys, values, strict=True)) for values in ([0, 1, 0], [1, 1, 1], [1, 1, 0])
+    )
+    titles = {key: key[0] for key in keys}
     change = asked._compare(mine, none, titles)
     assert change["mean"] == pytest.approx(1 / 3) and change["n"] == 2
-    rows = {
-        tables.rows.NONE: {"f1": none},
-        tables.rows.IN_CONTEXT: {"f1": full},
-        tables.rows.STUDY_ROW: {"f1": mine},
-    }
-    share = asked._format_share(rows, tables.rows.STUDY_ROW, "f1", titles)
+    scores = {rows.NONE: none, rows.IN_CONTEXT: full, rows.STUDY_ROW: mine}
+    by_row = {row: {"f1": values} for row, values in scores.items()}
+    share = asked._format_share(by_row, rows.STUDY_ROW, "f1", titles)
     assert share.startswith("0.50 [0.00, 1.00]")
 
 
@@ -209,16 +189,17 @@ def test_a_table_pairs_questions_and_draws_titles(tables):
 
 
 def test_settings_are_chosen_on_other_passages_than_are_reported(tables, make_bench):
-    chosen = tables.documents.load_squad(make_bench(choose=True), 10, 3)
-    reported = tables.documents.load_squad(make_bench(), 10, 3)
+    benches = [make_bench(choose=True), make_bench()]
+    chosen, reported = (tables.documents.load_squad(bench, 10, 3) for bench in benches)
     assert [item.name for item in chosen] == ["squad-0000", "squad-0001"]
     assert [item.name for item in reported] == [f"squad-000{number}" for number in (2, 3, 4, 5)]
-    assert make_bench(choose=True).folder != make_bench().folder
-    assert len({asked.question for asked in reported[0].questions}) == 3
-    joined = tables.documents.join_documents(reported[:2], "two")
+    assert benches[0].folder != benches[1].folder
+    first, second = reported[:2]
+    assert len({asked.question for asked in first.questions}) == 3
+    joined = tables.documents.join_documents([first, second], "two")
+    assert joined.text == f"{first.text}\n\n{second.text}"
     assert joined.text.startswith("Town 1\nThere are 2 streets")
-    assert joined.text == f"{reported[0].text}\n\n{reported[1].text}"
-    assert joined.questions[3].title == reported[1].title
+    assert joined.questions[3].title == second.title
 
 
 def test_choices_are_split_by_their_letters(tables):
@@ -271,9 +252,9 @@ def test_squad_is_made_once_and_tabulated(tables, make_bench):
     bench = make_bench()
     tables.squad.fill(bench)
     before = list_results(bench)
-    calls = tables.memories.study.calls
+    studies = len(tables.memories.study.given)
     tables.squad.fill(make_bench())
-    assert list_results(bench) == before and tables.memories.study.calls == calls
+    assert list_results(bench) == before and len(tables.memories.study.given) == studies
     page = tables.squad.tabulate(bench)
     for row in tables.squad.ROWS:
         if row.context != "embedding" or tables.retrieval.has_embeddings():
@@ -284,13 +265,11 @@ def test_squad_is_made_once_and_tabulated(tables, make_bench):
             has_article = row.recipe is not None and row.prefix is None
             assert (cells["article's perplexity, change"] != "-") == has_article, row.name
     (file,) = (bench.folder / "squad").glob("squad-0*/study_*-seed0.json")
-    result = json.loads(file.read_text())
+    result = read(file)
     assert {"commit", "hardware"} <= result["machine"].keys() and result["date"]
     assert "house" not in file.read_text(), "no text of the data"
     assert "house" in file.with_suffix(".answers").read_text()
-    memory = json.loads(
-        next((bench.folder / "memories").glob("squad-0*/study_*-seed0.json")).read_text()
-    )
+    memory = read_one(bench.folder / "memories", "squad-0*/study_*-seed0.json")
     assert result["figures"]["cost"] == memory["figures"]
     assert memory["settings"]["passes"] == 1 and memory["figures"]["own_answers_kl"][0] > 0
 
@@ -309,19 +288,11 @@ def test_the_article_is_the_other_passages_below_the_title(tables, make_bench):
     assert figures["perplexity"] < figures["base_perplexity"], "the article was read"
 
 
-def test_lora_has_the_lessons_of_the_study(tables, make_bench, monkeypatch):
-    given = []
+def test_lora_has_the_lessons_of_the_study(tables, make_bench):
     study = tables.memories.study
-
-    def note(*arguments, exchanges=None, **options):
-        given.append((arguments[3].method, exchanges))
-        return study(*arguments, exchanges=exchanges, **options)
-
-    monkeypatch.setattr(tables.memories, "study", note)
-    bench = make_bench(("lora",))
-    tables.pages.fill(bench)
-    assert [method for method, _ in given[:2]] == ["locas-glu", "lora"]
-    assert given[0][1] is None and given[1][1] == study.lessons
+    study.given.clear()
+    tables.pages.fill(make_bench(("lora",)))
+    assert study.given == [("locas-glu", None), ("lora", study.lessons)]
 
 
 def test_a_study_that_finds_nothing_to_teach_answers_as_the_base(tables, make_bench, monkeypatch):
@@ -343,11 +314,10 @@ def test_a_memory_that_was_removed_is_made_again(tables, make_bench):
     assert not memory.with_suffix("").exists()
     assert memory.with_suffix(tables.memories.LESSONS).exists()
     (file,) = (bench.folder / "pages" / "mill").glob("study*.json")
-    expected = json.loads(file.read_text())["figures"]
+    expected = read(file)["figures"]["f1"]
     file.unlink()
     tables.pages.fill(make_bench(("study",)))
-    again = json.loads(file.read_text())["figures"]
-    assert again["f1"] == expected["f1"] and memory.with_suffix("").exists()
+    assert read(file)["figures"]["f1"] == expected and memory.with_suffix("").exists()
 
 
 def test_pages_have_a_mean_over_seeds(tables, make_bench):
@@ -365,13 +335,12 @@ def test_probes_are_scored_and_exact_where_the_likeliest_tokens_are(tables, base
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         likeliest = tokenizer.decode(model(ids).logits[0, -1].argmax()).strip()
-    probes = [
-        tables.documents.Probe("mem", prompt, likeliest),
-        tables.documents.Probe("gen", prompt, "zebra of Skarn"),
-    ]
+    targets = {"mem": likeliest, "gen": "zebra of Skarn"}
+    probes = [tables.documents.Probe(kind, prompt, target) for kind, target in targets.items()]
     figures = tables.fictional.score_probes(model, tokenizer, probes)
     assert figures["exact"] == [1, 0] and figures["kinds"] == ["mem", "gen"]
-    pairs = [tables.fictional.encode_pair(tokenizer, prompt, f" {each.target}") for each in probes]
+    encode_pair = tables.fictional.encode_pair
+    pairs = [encode_pair(tokenizer, prompt, f" {target}") for target in targets.values()]
     expected = score_targets(model, pairs)
     assert figures["nats"] == pytest.approx([score.nll_nats for score in expected], rel=1e-4)
     assert figures["tokens"] == [score.tokens for score in expected]
@@ -381,88 +350,83 @@ def test_fictional_passages_are_read_studied_and_kept(tables, make_bench):
     bench = make_bench()
     tables.fictional.fill(bench)
     page = tables.fictional.tabulate(bench)
-    before = list_results(bench)
-    tables.fictional.fill(make_bench())
-    assert list_results(bench) == before
     for row in tables.fictional.list_rows(bench.scale.readings):
         assert find_row(page, row.name)["n"] == "9"
     once, twice = (
-        json.loads(next((bench.folder / "memories").glob(f"*/readings-{n}_*.json")).read_text())
-        for n in (1, 2)
+        read_one(bench.folder / "memories", f"*/readings-{count}_*.json") for count in (1, 2)
     )
     assert once["times"] == 1 and twice["times"] == 1, "the second reading goes on"
     assert twice["figures"]["processor_seconds"] > once["figures"]["processor_seconds"]
-    base = json.loads(next((bench.folder / "fictional").glob("*/none.json")).read_text())
-    read = json.loads(next((bench.folder / "fictional").glob("*/readings-2_*.json")).read_text())
-    assert sum(read["figures"]["nats"][:3]) < sum(base["figures"]["nats"][:3]), "it has learned"
+    nats = []
+    for name in ("none", "readings-2_*"):
+        figures = read_one(bench.folder / "fictional", f"*/{name}.json")["figures"]
+        nats.append(sum(figures["nats"][:3]))
+    assert nats[1] < nats[0], "it has learned"
 
 
 def test_choices_after_a_story_are_scored_as_whole_texts(tables, base):
     model, tokenizer = base
-    items = [tables.documents.parse_choices("Who?\n\n (A) the man \n (B) a dog", "(A) the man")]
+    quality = tables.quality
+    item = tables.documents.parse_choices("Who?\n\n (A) the man \n (B) a dog", "(A) the man")
     story = "The man came home.\n\n"
-    pairs = [
-        tables.quality.encode_pair(tokenizer, "Who?\nAnswer:", f" {each}")
-        for each in items[0].choices
-    ]
-    begin = tables.quality.encode_text(tokenizer, story)
-    whole = [([*begin, *prompt], target) for prompt, target in pairs]
-    expected = [score.nll_nats for score in score_targets(model, whole)]
-    figures = tables.quality.find_right(model, tokenizer, items, story, 5)
-    assert figures["context_tokens"] == 5
-    figures = tables.quality.find_right(model, tokenizer, items, story, 100)
-    assert figures["right"] == [int(expected[0] <= expected[1])]
+    begin = quality.encode_text(tokenizer, story)
+    whole = []
+    for choice in item.choices:
+        prompt, target = quality.encode_pair(tokenizer, "Who?\nAnswer:", f" {choice}")
+        whole.append(([*begin, *prompt], target))
+    first, second = (score.nll_nats for score in score_targets(model, whole))
+    figures = quality.find_right(model, tokenizer, [item], story, 100)
+    assert figures["right"] == [int(first <= second)]
+    assert quality.find_right(model, tokenizer, [item], story, 5)["context_tokens"] == 5
 
 
-def test_stories_are_tabulated(tables, make_bench):
-    bench = make_bench()
-    tables.quality.fill(bench)
-    page = tables.quality.tabulate(bench)
-    for row in tables.quality.ROWS:
-        assert find_row(page, row.name)["n"] == "3"
-
-
-def test_a_dialogue_is_asked_in_all_categories(tables, make_bench):
-    bench = make_bench(("none", "study", "context", "bm25"))
-    tables.talks.fill(bench)
-    page = tables.talks.tabulate(bench)
-    for row in tables.rows.choose_rows(bench, tables.talks.ROWS):
-        assert find_row(page, row.name)["n"] == "6"
-    result = json.loads(next((bench.folder / "locomo").glob("*/none.json")).read_text())
-    assert sorted(result["figures"]["category"]) == [1, 2, 3, 4, 4, 5]
+@pytest.mark.parametrize(
+    ("name", "keys", "questions"),
+    [("quality", None, "3"), ("talks", ("none", "study", "context", "bm25"), "6")],
+)
+def test_stories_and_dialogues_are_tabulated(tables, make_bench, name, keys, questions):
+    table = getattr(tables, name)
+    bench = make_bench(keys)
+    table.fill(bench)
+    page = table.tabulate(bench)
+    for row in tables.rows.choose_rows(bench, table.ROWS):
+        assert find_row(page, row.name)["n"] == questions
 
 
 def test_answers_after_a_prefix_are_those_of_the_text_before_them(tables, make_bench):
     bench = make_bench()
+    prefixes, tokenizer = tables.prefixes, bench.tokenizer
     (document,) = tables.documents.load_squad(bench, 1, 3)
-    config = tables.prefixes.CartridgeConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
-    model = tables.prefixes.get_peft_model(bench.base, config)
-    ids = tables.prefixes.tokenize(bench.tokenizer, document.text)[:20]
-    cache = tables.prefixes._read(bench, ids)
-    tables.prefixes.initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
-    prefix = tables.prefixes.PrefixModel(model.requires_grad_(False))
-    rests = [bench.tokenizer(rest)["input_ids"] for rest in (" and the", " They were all of")]
-    given = tables.prefixes.answer_after_prefix(prefix, bench.tokenizer, rests, 4)
+    ids = text.tokenize(tokenizer, document.text)[:20]
+    config = prefixes.CartridgeConfig(num_virtual_tokens=20, task_type="CAUSAL_LM")
+    model = get_peft_model(bench.base, config)
+    cache = prefixes._read(bench, ids)
+    prefixes.initialize_kv_prefix_from_past_key_values(model, past_key_values=cache)
+    prefix = prefixes.PrefixModel(model.requires_grad_(False))
+    rests = [tokenizer(rest)["input_ids"] for rest in (" and the", " They were all of")]
+    given = prefixes.answer_after_prefix(prefix, tokenizer, rests, 4)
     whole = [[*ids.tolist(), *rest] for rest in rests]
-    assert given == tables.asked.answer_prompts(bench.base, bench.tokenizer, whole, 4)
+    assert given == tables.asked.answer_prompts(bench.base, tokenizer, whole, 4)
     assert any(given)
 
 
 # ---------------------------------------------------------------------- the command
 
 
-def test_mistakes_are_one_line(tables, tmp_path, capsys):
-    main = tables.knowledge.main
-    for arguments, message in [
-        (["--data", "squid"], "--data must be among squad"),
-        (["--rows", "nothing"], "--rows must be among"),
-        (["--study", "passes"], "must be NAME=VALUE"),
-    ]:
-        with pytest.raises(SystemExit):
-            main([backbone.NAME, *arguments])
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"knowledge: --folder must hold squad.jsonl"):
-        main([backbone.NAME, "--folder", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--data squid", "--data must be among squad"),
+        ("--rows nothing", "--rows must be among"),
+        ("--study passes", "must be NAME=VALUE"),
+        ("--folder . --out o --quick", "knowledge: --folder must hold squad.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(tables, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        tables.knowledge.main([backbone.NAME, *arguments.split()])
+    assert message in f"{ended.value}{capsys.readouterr().err}"
 
 
 def test_settings_of_a_study_have_a_page_of_their_own(tables, make_bench, data, tmp_path):
@@ -470,7 +434,8 @@ def test_settings_of_a_study_have_a_page_of_their_own(tables, make_bench, data, 
     found = tables.knowledge.parse_settings("passes=3,learning_rate=1e-3,init=topk")
     assert found == {"passes": 3, "learning_rate": 1e-3, "init": "topk"}
     arguments = [backbone.NAME, "--folder", str(data), "--out", str(tmp_path / "new"), "--quick"]
-    arguments += ["--data", "pages", "--rows", "none", "--study", "passes=1"]
-    tables.knowledge.main(arguments)
+    tables.knowledge.main(
+        [*arguments, *["--data", "pages", "--rows", "none", "--study", "passes=1"]]
+    )
     page = tmp_path / "new" / "tinybook-glu" / "quick_study.passes=1.md"
     assert "## pages" in page.read_text() and "## squad" not in page.read_text()

@@ -1,19 +1,21 @@
 """A library: memories are added, found, asked and forgotten; names and files cannot leave it."""
 
-import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from families import change_config
 from safetensors.torch import load_file
+from training import assert_same
 
 import locas_peft.library.library as module
 from locas_command.memories import library as list_memories
 from locas_peft import backbone
 from locas_peft.asking import Answerer, Question
+from locas_peft.files import write_json
 from locas_peft.library import Library, LibraryAnswerer, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
@@ -24,11 +26,11 @@ from locas_peft.stages import ReadSettings, load_records
 FIXTURES = Path(__file__).parent / "fixtures" / "0.2.0"
 
 TEXTS = {
-    "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. "
-    * 6,
+    "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there. " * 6,
     "bread": "The bakery in Dunmarrow belongs to Hilda Brass, who bakes rye bread on Tuesdays. "
     * 6,
 }
+LAMP, BREAD = "Who lit the lamp at Skarn?", "Where is the bakery of Hilda Brass?"
 SETTINGS = ReadSettings(r=4, window=64, stride=32, anchor=0.0)
 
 
@@ -59,25 +61,38 @@ def content(folder):
     }
 
 
-def interrupt(chunk):
+def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def entries(library):
+    return sorted(os.listdir(library.folder))
+
+
+def weights(library, name):
+    return load_file(library.find(name) / "adapter_model.safetensors")
+
+
+def add_half(library, base, name):
+    """Let a process be stopped at the first step of a reading."""
+    with pytest.raises(KeyboardInterrupt):
+        library.add(*base, TEXTS["lamp"], name, SETTINGS, on_step=interrupt)
 
 
 def write(folder, *exchanges):
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LOCAS", "base_model_name_or_path": "b"})
-    )
+    config = {"peft_type": "LOCAS", "base_model_name_or_path": "b"}
+    write_json(folder / "adapter_config.json", config)
     save_exchanges(folder / "exchanges.jsonl", exchanges)
 
 
+def has_memory(base):
+    return any("locas" in name for name, _ in base[0].named_modules())
+
+
 def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
-    asked = [
-        Question("Who lit the lamp at Skarn?"),
-        Question("Who wrote Hamlet?"),
-        Question("Where is the bakery?"),
-        Question("Who lit the lamp?"),
-    ]
+    texts = [LAMP, "Who wrote Hamlet?", "Where is the bakery?", "Who lit the lamp?"]
+    asked = [Question(each) for each in texts]
     answers = LibraryAnswerer(library, *base, max_new_tokens=8).answer(asked)
     assert [answer.memories for answer in answers] == [("lamp",), (), ("bread",), ("lamp",)]
     assert [answer.question for answer in answers] == asked
@@ -86,47 +101,36 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
     (alone,) = Answerer(*base, max_new_tokens=8).answer(asked[1:2])
     assert [answers[0].text, answers[3].text] == [answer.text for answer in with_lamp]
     assert answers[1] == alone
-    assert not any("locas" in name for name, _ in base[0].named_modules())
+    assert not has_memory(base)
 
 
 def test_a_conversation_is_continued_with_the_memory_that_its_last_message_is_about(library, base):
-    turns = [[{"role": "user", "content": text}] for text in ("Where is the bakery?", "Who?")]
+    turns = [[{"role": "user", "content": content}] for content in (BREAD, "Who?")]
     shown = []
     answers = LibraryAnswerer(library, *base, max_new_tokens=4).reply(turns, on_text=shown.append)
     assert [answer.memories for answer in answers] == [("bread",), ()]
-    with library.attach(base[0], "bread") as model:
-        (with_bread,) = Answerer(model, base[1], max_new_tokens=4).reply(turns[:1])
-    assert answers[0].text == with_bread.text and len(shown) == 8
+    assert len(shown) == 8
 
 
 def test_a_question_that_is_too_long_leaves_the_base_as_it_was(library, base):
-    long = Question("Who lit the lamp at Skarn? " * 400)
+    long = Question(f"{LAMP} " * 400)
     with pytest.raises(ValueError, match="^prompt 0 and max_new_tokens must fit the model's"):
         LibraryAnswerer(library, *base).answer([long])
-    assert not any("locas" in name for name, _ in base[0].named_modules())
+    assert not has_memory(base)
 
 
-def test_a_memory_is_no_library_and_no_memory_has_the_name_of_the_list_of_failures(library):
-    message = "^a library must be a folder of memories, got a memory, '.*lamp': take its"
-    with pytest.raises(ValueError, match=message):
+def test_a_memory_is_no_library(library):
+    with pytest.raises(ValueError, match="^a library must be a folder of memories, got a memory"):
         Library(library.find("lamp"))
-    message = "^name must be at most 60 .*, got 'Failures.jsonl': choose another$"
-    with pytest.raises(ValueError, match=message):
-        library.choose_folder("Failures.jsonl")
 
 
 def test_of_two_memories_that_fit_as_well_the_later_one_is_asked(tmp_path):
+    question = "When was the mill at Dravik built?"
     for name, year in (("one", 1901), ("other", 1902)):
-        write(
-            tmp_path / name,
-            Exchange(
-                "When was the mill at Dravik built?", f"The mill at Dravik was built in {year}."
-            ),
-        )
-    for latest in ("one", "other"):
-        os.utime(tmp_path / latest / "adapter_config.json", (2e9, 2e9))
-        assert Library(tmp_path).route(["When was the mill at Dravik built?"]) == [latest]
-        os.utime(tmp_path / latest / "adapter_config.json", (1e9, 1e9))
+        write(tmp_path / name, Exchange(question, f"The mill at Dravik was built in {year}."))
+    for latest, seconds in (("one", 2e9), ("other", 3e9)):
+        os.utime(tmp_path / latest / "adapter_config.json", (seconds, seconds))
+        assert Library(tmp_path).route([question]) == [latest]
 
 
 def test_an_empty_library_answers_with_the_base(base, tmp_path):
@@ -136,47 +140,30 @@ def test_an_empty_library_answers_with_the_base(base, tmp_path):
     assert answer.memories == ()
 
 
-def test_a_memory_goes_on_under_its_name_and_is_found_by_both_texts(library, base):
-    before = load_file(library.folder / "lamp" / "adapter_model.safetensors")
-    library.add(*base, TEXTS["bread"], "lamp", SETTINGS, start=library.find("lamp"))
-    after = load_file(library.folder / "lamp" / "adapter_model.safetensors")
-    assert before.keys() == after.keys()
-    assert any(not np.array_equal(before[name], after[name]) for name in before)
-    library.forget("bread")
-    asked = ["Who lit the lamp at Skarn?", "Where is the bakery?"]
-    assert library.list() == ["lamp"] and library.route(asked) == ["lamp", "lamp"]
-
-
-def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(
-    library, made, tmp_path
-):
-    shutil.copytree(made / "bread", tmp_path / "other" / "bread")
+def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(library, made):
     library.forget("lamp")
-    assert content(library.folder) == content(tmp_path / "other")
-    assert library.route(["Who lit the lamp at Skarn?"]) == [None]
-    message = "there is no memory 'lamp' in this library: choose one of the list"
-    with pytest.raises(ValueError, match=message):
+    assert entries(library) == ["bread"]
+    assert content(library.find("bread")) == content(made / "bread")
+    assert library.route([LAMP]) == [None]
+    with pytest.raises(ValueError, match="there is no memory 'lamp' in this library: choose one"):
         library.forget("lamp")
 
 
 def test_a_kill_while_replacing_loses_no_memory(library):
-    moving = library.folder / "lamp" / ".locas-moving"
-    moving.mkdir()
-    os.rename(library.folder / "lamp" / "adapter_config.json", moving / "adapter_config.json")
+    folder = library.find("lamp")
+    (folder / ".locas-moving").mkdir()
+    os.rename(folder / "adapter_config.json", folder / ".locas-moving" / "adapter_config.json")
     assert library.list() == ["bread"]
     assert set(Library(library.folder).list()) == {"bread", "lamp"}
 
 
 def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, monkeypatch):
-    def killed(folder):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        library.forget("lamp")
-    assert library.list() == ["bread"]
-    monkeypatch.undo()
-    assert Library(library.folder).list() == ["bread"] and os.listdir(library.folder) == ["bread"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            library.forget("lamp")
+        assert library.list() == ["bread"]
+    assert entries(Library(library.folder)) == ["bread"]
 
 
 def test_a_memory_is_forgotten_with_what_killed_processes_left_in_it(library):
@@ -185,12 +172,13 @@ def test_a_memory_is_forgotten_with_what_killed_processes_left_in_it(library):
         (folder / left).mkdir()
         (folder / left / "README.md").write_text("")
     (folder / ".README.md.999999999.partial").write_text("")
-    (folder / ".999999999.partial.txt").write_text("not ours")
+    foreign = folder / ".999999999.partial.txt"
+    foreign.write_text("not ours")
     with pytest.raises(ValueError, match="got '.999999999.partial.txt' too: move it away"):
         library.forget("lamp")
-    (folder / ".999999999.partial.txt").unlink()
+    foreign.unlink()
     library.forget("lamp")
-    assert os.listdir(library.folder) == ["bread"]
+    assert entries(library) == ["bread"]
 
 
 def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
@@ -203,8 +191,6 @@ def test_a_memory_that_is_being_read_is_neither_forgotten_nor_renamed(library):
     assert library.rename("lamp", "light") == "light"
     assert content(library.find("light")) == before
     assert CHECKPOINT_FOLDER not in os.listdir(library.find("light"))
-    library.forget("light")
-    assert os.listdir(library.folder) == ["bread"]
 
 
 def test_a_memory_that_another_process_forgets_meanwhile_is_left_out(library, monkeypatch):
@@ -218,54 +204,51 @@ def test_a_memory_that_another_process_forgets_meanwhile_is_left_out(library, mo
     monkeypatch.setattr(module.os, "listdir", lambda _: ["lamp", "bread"])
     assert held.list() == ["bread"]
     monkeypatch.setattr(held, "list", lambda: ["lamp", "bread"])
-    assert held.route(["Where is the bakery of Hilda Brass?"]) == ["bread"]
+    assert held.route([BREAD]) == ["bread"]
 
 
 def test_a_memory_is_forgotten_while_another_process_opens_the_library(library, monkeypatch):
     delete = shutil.rmtree
 
     def delete_too(folder, *args, **kwargs):
-        if files := [file for file in folder.glob("*") if file.is_file()]:
-            files[0].unlink()  # by the other process
+        # The other process deletes a file.
+        files = [file for file in folder.glob("*") if file.is_file()]
+        if files:
+            files[0].unlink()
             raise FileNotFoundError(files[0])
         delete(folder, *args, **kwargs)
 
     monkeypatch.setattr(module.shutil, "rmtree", delete_too)
     library.forget("lamp")
-    assert os.listdir(library.folder) == ["bread"]
+    assert entries(library) == ["bread"]
 
 
 def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
-    with pytest.raises(KeyboardInterrupt):
-        library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
+    add_half(library, base, "half")
     assert library.list_unfinished() == ["half"] and "half" not in library.list()
     list_memories(library.folder)
     assert capsys.readouterr().out.splitlines()[-1] == "half   unfinished"
-    with locked(library.folder / "half" / CHECKPOINT_FOLDER), pytest.raises(InUse):
-        library.forget("half")
     library.forget("half")
     assert library.list_unfinished() == [] and not (library.folder / "half").exists()
 
 
 def test_a_memory_is_added_whole_or_refused(library, base):
     library.add(*base, TEXTS["lamp"], "again", SETTINGS)
-    one, two = (
-        load_file(library.find(name) / "adapter_model.safetensors") for name in ("lamp", "again")
-    )
-    assert one.keys() == two.keys() and all((one[key] == two[key]).all() for key in one)
+    assert_same(weights(library, "lamp"), weights(library, "again"))
     assert (library.find("again") / "sample.txt").read_text() == make_sample(TEXTS["lamp"])
-    message = "holds a memory: choose another folder, or give --overwrite"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="holds a memory: choose another folder, or give --over"):
         library.add(*base, TEXTS["lamp"], "again", SETTINGS)
     library.add(*base, TEXTS["bread"], "again", SETTINGS, overwrite=True)
-    assert library.route(["Who bakes rye bread?"])[0] in {"again", "bread"}
+    library.forget("bread")
+    assert library.route([BREAD]) == ["again"]
 
 
 def test_of_two_processes_that_want_a_name_the_second_gets_the_next_one(library, tmp_path):
-    pack(library.find("lamp"), tmp_path / "lamp.zip")
-    pack(library.find("bread"), tmp_path / "bread.zip")
+    for name in ("lamp", "bread"):
+        pack(library.find(name), tmp_path / f"{name}.zip")
     # Another process has another instance.
-    other, names = Library(library.folder), []
+    other = Library(library.folder)
+    names = []
 
     def unpack_other(_):
         names.append(other.unpack(tmp_path / "bread.zip", "Notes", lambda _: None))
@@ -276,7 +259,7 @@ def test_of_two_processes_that_want_a_name_the_second_gets_the_next_one(library,
     assert names == ["Notes 2", "notes 3", "notes"]
     for name, source in (("notes", "lamp"), ("Notes 2", "bread")):
         assert content(library.find(name)) == content(library.find(source))
-    assert sorted(os.listdir(library.folder)) == ["Notes 2", "bread", "lamp", "notes"]
+    assert entries(library) == ["Notes 2", "bread", "lamp", "notes"]
 
 
 def test_a_name_that_a_killed_process_reserved_is_free(library):
@@ -295,15 +278,12 @@ def test_only_memories_fill_a_library(library, base):
     (library.folder / "failures.jsonl").write_text("")
     (library.folder / ".failures.jsonl.lock").write_text("")
     held = Library(library.folder, most=3)
-    with (
-        held.new("third"),
-        pytest.raises(ValueError, match="at most 3 memories: forget some first"),
-    ):
+    full = "at most 3 memories: forget some first"
+    with held.new("third"), pytest.raises(ValueError, match=full):
         held.choose_folder("fourth")
     assert held.choose_folder("third") == library.folder / "third"
-    with pytest.raises(KeyboardInterrupt):
-        held.add(*base, TEXTS["lamp"], "half", SETTINGS, on_step=interrupt)
-    with pytest.raises(ValueError, match="at most 3 memories: forget some first"):
+    add_half(held, base, "half")
+    with pytest.raises(ValueError, match=full):
         held.choose_folder("third")
 
 
@@ -313,7 +293,7 @@ def test_a_memory_is_renamed_in_a_full_library_and_to_another_case(library):
     assert full.rename("lamp", "ferry") == "ferry"
     assert full.rename("ferry", "Ferry") == "Ferry"
     assert content(full.folder / "Ferry") == before
-    assert sorted(os.listdir(full.folder)) == ["Ferry", "bread"]
+    assert entries(full) == ["Ferry", "bread"]
     assert full.rename("bread", "ferry") == "ferry 2"
 
 
@@ -326,14 +306,10 @@ def test_a_change_of_case_replaces_no_other_memory(library):
 
 
 def test_memories_of_two_bases_are_refused(library, base):
-    other = replace(SETTINGS, model="another")
     message = "of one base, got 'another' beside 'locas_peft/tinybook-glu': use another"
     with pytest.raises(ValueError, match=message):
-        library.add(*base, TEXTS["lamp"], "third", other)
-    config = library.find("lamp") / "adapter_config.json"
-    config.write_text(
-        json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"})
-    )
+        library.add(*base, TEXTS["lamp"], "third", replace(SETTINGS, model="another"))
+    change_config(library.find("lamp"), base_model_name_or_path="another")
     with pytest.raises(ValueError, match="a library must hold memories of one base, got "):
         library.name_base()
 
@@ -341,40 +317,24 @@ def test_memories_of_two_bases_are_refused(library, base):
 def test_routing_reads_no_tensor(library):
     for name in library.list():
         (library.find(name) / "adapter_model.safetensors").write_bytes(b"")
-    assert library.route(["Who lit the lamp at Skarn?"]) == ["lamp"]
-
-
-def test_a_thousand_memories_are_listed_and_routed(tmp_path):
-    for number in range(1000):
-        write(
-            tmp_path / f"m{number}",
-            Exchange(f"Where is the key number{number}?", f"The key number{number} is here."),
-        )
-    library = Library(tmp_path)
-    assert len(library.list()) == 1000
-    assert library.route(["Where is the key number77?"]) == ["m77"]
+    assert library.route([LAMP]) == ["lamp"]
 
 
 def test_scores_of_nothing_are_zero():
-    assert score_by_words([], ["Who?"]).shape == (1, 0)
-    assert np.array_equal(score_by_words([[], []], ["Who?"]), np.zeros((1, 2)))
-    assert np.array_equal(score_by_words([["a lamp"]], ["?", "the"]), np.zeros((2, 1)))
+    for memories, question in (([[], []], "Who?"), ([["a lamp"]], "?"), ([["a lamp"]], "the")):
+        assert not score_by_words(memories, [question]).any()
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
-    message = r"^what is found by words needs bm25s: install the extra with pip install 'locas_peft\[library\]'$"
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ValueError, match=r"needs bm25s: .* pip install 'locas_peft\[library\]'$"):
         score_by_words([["a lamp"]], ["Who?"])
 
 
 def test_a_reading_is_finished_only_from_the_same_memory(library, base):
-    library.add(*base, TEXTS["bread"], "scratch", SETTINGS)
-    message = "^origin must be None as in the memory in '.*scratch', got '.*': choose"
-    with pytest.raises(ValueError, match=message):
-        library.add(
-            *base, TEXTS["bread"], "scratch", SETTINGS, start=library.find("lamp"), resume=True
-        )
+    options = {"start": library.find("lamp"), "resume": True}
+    with pytest.raises(ValueError, match="^origin must be None as in the memory in '.*bread', got"):
+        library.add(*base, TEXTS["bread"], "bread", SETTINGS, **options)
 
 
 @pytest.fixture
@@ -385,18 +345,19 @@ def former(tmp_path):
 
 def test_a_studied_memory_of_a_former_version_is_asked_packed_and_forgotten(former, base, tmp_path):
     folder = former.find("notes")
-    assert (folder / "passages.safetensors").is_file()
+    found = folder / "passages.safetensors"
+    assert found.is_file()
     # The file is not read.
-    (folder / "passages.safetensors").write_bytes(b"damaged")
+    found.write_bytes(b"damaged")
     question = load_exchanges(folder / "exchanges.jsonl")[0].question
     (answer,) = LibraryAnswerer(former, *base, max_new_tokens=4).answer([Question(question)])
     assert answer.memories == ("notes",)
     pack(folder, tmp_path / "notes.zip")
     assert former.unpack(tmp_path / "notes.zip", "again", lambda _: None) == "again"
-    assert (former.find("again") / "passages.safetensors").read_bytes() == b"damaged"
+    assert (former.find("again") / found.name).read_bytes() == b"damaged"
     for name in ("notes", "again", "plain"):
         former.forget(name)
-    assert os.listdir(former.folder) == []
+    assert entries(former) == []
 
 
 def test_what_a_former_version_made_to_find_passages_leaves_with_the_next_reading(former, base):
@@ -410,31 +371,27 @@ def test_what_was_not_read_is_not_kept_and_not_found(base, tmp_path):
     library = Library(tmp_path)
     text = f"{TEXTS['lamp']}\n\nGeneral Zorblat conquered Quixotania in the winter."
     library.add(*base, text, "lamp", replace(SETTINGS, max_tokens=64))
-    assert library.route(["Did General Zorblat conquer Quixotania?", "Who lit the lamp?"]) == [
-        None,
-        "lamp",
-    ]
+    asked = ["Did General Zorblat conquer Quixotania?", LAMP]
+    assert library.route(asked) == [None, "lamp"]
     for file in ("text.txt", "sample.txt"):
         kept = (tmp_path / "lamp" / file).read_text(encoding="utf-8")
         assert "Peder" in kept and "Zorblat" not in kept
 
 
 def test_a_sample_that_was_added_before_a_kill_is_not_added_again(tmp_path):
-    (tmp_path / "sample.txt").write_text(make_sample("one", None))
+    sample = tmp_path / "sample.txt"
+    sample.write_text(make_sample("one", None))
     once = make_sample("two", tmp_path)
-    (tmp_path / "sample.txt").write_text(once)
+    sample.write_text(once)
     assert once == "one\ntwo\n" == make_sample("two", tmp_path)
 
 
 def test_a_memory_is_found_by_its_name_its_exchanges_and_its_sample(tmp_path):
-    write(
-        tmp_path / "one_day",
-        Exchange("Who?", "Peder did.", "The lamp"),
-        Exchange("When?", "Peder did.", "The lamp"),
-    )
-    (tmp_path / "one_day" / "sample.txt").write_text("other\n")
-    found = list_passages(tmp_path / "one_day")
-    assert found == ["one day", "The lamp Peder did. Who? When?", "other"]
+    memory = tmp_path / "one_day"
+    asked = [Exchange(question, "Peder did.", "The lamp") for question in ("Who?", "When?")]
+    write(memory, *asked)
+    (memory / "sample.txt").write_text("other\n")
+    assert list_passages(memory) == ["one day", "The lamp Peder did. Who? When?", "other"]
     assert list_passages(tmp_path / "none") == ["none"]
 
 
@@ -447,15 +404,16 @@ def test_a_memory_is_found_by_its_name_alone(tmp_path):
 
 
 def test_a_damaged_memory_does_not_stop_the_others(library, caplog):
-    (library.find("bread") / "exchanges.jsonl").write_text("{}\n")
-    asked = ["Who lit the lamp at Skarn?", "Where is the bakery of Hilda Brass?"]
-    assert library.route(asked) == ["lamp", None]
+    folder = library.find("bread")
+    exchanges = folder / "exchanges.jsonl"
+    exchanges.write_text("{}\n")
+    assert library.route([LAMP, BREAD]) == ["lamp", None]
     assert caplog.messages[0].startswith("memory 'bread' is not found by questions: each line of ")
-    (library.find("bread") / "exchanges.jsonl").unlink()
-    with (library.find("bread") / "sample.txt").open("ab") as sample:
+    exchanges.unlink()
+    with (folder / "sample.txt").open("ab") as sample:
         sample.write(b"\xff")
-    assert library.route(asked) == ["lamp", "bread"]
-    assert make_sample("more", library.find("bread")).endswith("\ufffdmore\n")
+    assert library.route([LAMP, BREAD]) == ["lamp", "bread"]
+    assert make_sample("more", folder).endswith("\ufffdmore\n")
 
 
 def test_a_sample_is_spread_over_the_text():
@@ -463,13 +421,3 @@ def test_a_sample_is_spread_over_the_text():
     sample = make_sample(words)
     assert len(sample) < 50_000 and "word1 " in sample and "word399" in sample
     assert make_sample("one two") == "one two\n"
-
-
-def test_a_memory_is_forgotten_where_a_killed_process_left_one_of_its_name(library):
-    left = library.folder / ".lamp.1.forgotten"
-    left.mkdir()
-    (left / "adapter_config.json").write_text("{}")
-    library.forget("lamp")
-    assert library.list() == ["bread"]
-    Library(library.folder)
-    assert os.listdir(library.folder) == ["bread"]

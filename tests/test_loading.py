@@ -14,28 +14,33 @@ def test_the_backbone_loads_by_default():
     assert (model.config.model_type, model.dtype, model.training) == ("qwen3", torch.float32, False)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.decode(tokenizer("A memory of weights")["input_ids"]) == "A memory of weights"
-    assert (
-        loading.load_base(backbone.NAME, dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
-    )
+    model, _ = loading.load_base(backbone.NAME, dtype="bfloat16", device="cpu")
+    assert model.dtype == torch.bfloat16
 
 
-def test_the_backbone_is_known_by_its_folder_too():
-    assert backbone.is_embedded(backbone.NAME)
-    assert backbone.is_embedded(str(backbone.path()))
-    assert backbone.is_embedded("/elsewhere/site-packages/locas_peft/backbone")
-    assert not backbone.is_embedded("locas_peft/other")
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        (backbone.NAME, backbone.NAME),
+        (str(backbone.path()), backbone.NAME),
+        ("/elsewhere/site-packages/locas_peft/backbone", backbone.NAME),
+        (str(backbone.path(backbone.MLP_NAME)), backbone.MLP_NAME),
+        ("locas_peft/other", None),
+        ("gpt2", None),
+    ],
+)
+def test_the_backbone_is_known_by_its_folder_too(name, known):
+    assert backbone.is_embedded(name) == (known is not None)
+    assert backbone.name_of(name) == (known or name)
 
 
 def test_the_backbone_with_two_layer_ffns_is_embedded_too():
-    folder = str(backbone.path(backbone.MLP_NAME))
-    assert backbone.name_of(folder) == backbone.MLP_NAME and backbone.is_embedded(folder)
-    assert backbone.name_of(str(backbone.path())) == backbone.NAME
-    assert backbone.name_of("gpt2") == "gpt2" and not backbone.is_embedded("gpt2")
-    model, tokenizer = loading.load_base(folder, device="cpu")
+    model, tokenizer = loading.load_base(str(backbone.path(backbone.MLP_NAME)), device="cpu")
     assert model.config.model_type == "gpt_neox" and model.config.hidden_act == "relu"
     assert tokenizer.get_vocab() == backbone.load()[1].get_vocab()
-    message = "name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match="name must be one of locas_peft/tinybook-glu, locas_peft/"
+    ):
         backbone.load(name="locas_peft/other")
 
 
@@ -47,19 +52,10 @@ def test_a_folder_is_a_base():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "./none",
-            "model must be an existing folder or a name on the hub, got './none': check the path",
-        ),
-        (
-            "a/b/c",
-            "model must be an existing folder or a name on the hub, got 'a/b/c': check the path",
-        ),
-        ("empty", "model must be a folder with a config.json, got 'empty': choose a saved model"),
-        (
-            "memory",
-            "model must be a base model, got the memory 'memory': name the model it was made for",
-        ),
+        ("./none", "be an existing folder or a name on the hub, got './none': check the path"),
+        ("a/b/c", "be an existing folder or a name on the hub, got 'a/b/c': check the path"),
+        ("empty", "be a folder with a config.json, got 'empty': choose a saved model"),
+        ("memory", "be a base model, got the memory 'memory': name the model it was made for"),
     ],
 )
 def test_names_that_are_no_base(name, message, tmp_path, monkeypatch):
@@ -67,61 +63,58 @@ def test_names_that_are_no_base(name, message, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=f"^model must {message}$"):
         loading.load_base(name, device="cpu")
-    assert str(raised.value) == message
 
 
 def test_a_broken_base_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
-    with pytest.raises(ValueError) as raised:
+    message = "^model '.*' cannot be loaded .*: give a causal LM with its tokenizer$"
+    with pytest.raises(ValueError, match=message) as raised:
         loading.load_base(str(tmp_path), device="cpu")
-    assert str(raised.value).startswith(f"model {str(tmp_path)!r} cannot be loaded (")
-    assert str(raised.value).endswith("): give a causal LM with its tokenizer")
     assert "\n" not in str(raised.value)
 
 
 def test_a_base_that_lacks_weights_is_refused(tmp_path):
     model, tokenizer = backbone.load()
-    state = {
-        name: value for name, value in model.state_dict().items() if name != "model.norm.weight"
-    }
+    state = model.state_dict()
+    del state["model.norm.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"it lacks 1 tensors, such as 'model\.norm\.weight'"):
         loading.load_base(str(tmp_path))
 
 
+@pytest.fixture
+def fail_to_load(tmp_path, monkeypatch):
+    """Return a function that loads a folder where transformers raises an error."""
+
+    def load(error):
+        def fail(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+        loading.load_base(str(tmp_path))
+
+    backbone.load()[0].config.save_pretrained(tmp_path)
+    return load
+
+
 @pytest.mark.parametrize(
     "error", [ImportError("bitsandbytes is missing"), RuntimeError("a GPU is needed")]
 )
-def test_what_a_quantised_base_needs_is_one_line(error, tmp_path, monkeypatch):
-    model, tokenizer = backbone.load()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(ValueError) as caught:
-        loading.load_base(str(tmp_path))
-    assert str(error) in str(caught.value) and "\n" not in str(caught.value)
+def test_what_a_quantised_base_needs_is_one_line(error, fail_to_load):
+    with pytest.raises(ValueError, match=str(error)) as caught:
+        fail_to_load(error)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")]
 )
-def test_too_little_memory_is_not_called_a_damaged_model(error, tmp_path, monkeypatch):
-    base, _ = backbone.load()
-    base.save_pretrained(tmp_path)
-
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+def test_too_little_memory_is_not_called_a_damaged_model(error, fail_to_load):
     with pytest.raises(type(error)) as caught:
-        loading.load_base(str(tmp_path))
+        fail_to_load(error)
     assert caught.value is error
 
 
@@ -133,32 +126,25 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    message = (
-        "model 'somebody/some-model' is no folder here, and the hub cannot be reached (ConnectionError): "
-        "give a folder, check the network, or leave --model out for the embedded backbone"
-    )
-    with pytest.raises(ValueError) as raised:
+    message = r"the hub cannot be reached \(ConnectionError\): give a folder, .*leave --model out"
+    with pytest.raises(ValueError, match=message):
         loading.load_base("somebody/some-model", device="cpu")
-    assert str(raised.value) == message
 
 
 def test_unknown_dtypes_and_devices():
-    with pytest.raises(
-        ValueError,
-        match="^dtype must be one of auto, stored, float32, bfloat16, float16, got 'int3': choose one of them$",
-    ):
+    with pytest.raises(ValueError, match="^dtype must be one of auto, stored, .*, got 'int3'"):
         loading.load_base(dtype="int3", device="cpu")
     with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
         loading.load_base(device="abacus")
 
 
-@pytest.fixture
-def half(tmp_path):
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
     """A folder with the embedded backbone's weights in bfloat16."""
-    model, tokenizer = backbone.load(torch.bfloat16)
-    model.save_pretrained(tmp_path / "half")
-    tokenizer.save_pretrained(tmp_path / "half")
-    return str(tmp_path / "half")
+    folder = tmp_path_factory.mktemp("half")
+    for part in backbone.load(torch.bfloat16):
+        part.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -174,9 +160,8 @@ def half(tmp_path):
 def test_a_cpu_that_is_slow_at_16_bits_gets_float32(
     device, fast, dtype, expected, half, monkeypatch
 ):
-    monkeypatch.setattr(
-        placing, "join_processes", lambda: SimpleNamespace(device=torch.device("cpu"))
-    )
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(placing, "join_processes", lambda: cpu)
     monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: fast)
     assert loading.load_base(half, dtype, device)[0].dtype == expected
 
@@ -185,13 +170,4 @@ def test_float32_is_only_taken_where_it_fits(half, monkeypatch):
     monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: False)
     stored = sum(each.nbytes for each in backbone.load(torch.bfloat16)[0].parameters())
     monkeypatch.setattr(placing, "get_max_memory", lambda: {"cpu": int(1.9 * stored / 0.8)})
-    assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16
-
-
-def test_a_precision_that_accelerate_was_given_is_kept(half, monkeypatch):
-    monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: False)
-    monkeypatch.setattr(placing, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        placing, "AcceleratorState", lambda: SimpleNamespace(mixed_precision="bf16")
-    )
     assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16

@@ -1,6 +1,6 @@
 """LoCoMo's data: the release's form is read, what is no LoCoMo is named with its place, the rest is kept."""
 
-import copy
+import re
 
 import pytest
 from locomo_data import make_sample, make_samples, write_samples
@@ -32,9 +32,10 @@ def test_the_releases_form_is_read_whole(tmp_path):
     assert first.speakers == ("Ida", "Ben")
     assert list(first.turns) == ["D1:1", "D1:2", "D2:1", "D2:2"]
     assert [question.category for question in first.questions] == [1, 2, 3, 4, 4, 5]
-    assert first.questions[4].answer == "1", "numbers are answers too"
-    assert first.questions[5].answer == "grey parrot", "of category 5 the trap"
-    assert first.questions[3].evidence == ("D2:1", "D1:2"), "two ids in one entry"
+    *_, city, number, trap = first.questions
+    assert city.evidence == ("D2:1", "D1:2"), "two ids in one entry"
+    assert number.answer == "1", "numbers are answers too"
+    assert trap.answer == "grey parrot", "of category 5 the trap"
 
 
 def test_a_dialogue_has_its_dates_speakers_and_photos(conversations):
@@ -56,29 +57,28 @@ def test_sessions_come_in_their_numbers_order(tmp_path):
     assert dialogue_lines(conversation)[-2:] == ["Session 10", "Ida: Bye."]
 
 
-def broken(**changes) -> dict:
-    return {**copy.deepcopy(make_sample("talk-3")), **changes}
+def load_with_problem(folder, samples: list):
+    """Load samples, one of which has one problem; return the conversations and the problem."""
+    conversations, problems = load_locomo(write_samples(folder, samples))
+    (problem,) = problems
+    return conversations, problem
 
 
 @pytest.mark.parametrize(
-    ("sample", "message"),
+    ("changed", "message"),
     [
         ("text", r"^talks\.json\[1\] must have a 'conversation', got none: sample left out$"),
-        (
-            broken(conversation={"speaker_a": "Ida"}),
-            r"\[1\]\.conversation must have a session with",
-        ),
-        (broken(conversation={"session_1": []}), r"\[1\]\.conversation must have a session with"),
-        (broken(sample_id="../up"), r"\[1\]\.sample_id must be letters, .*, got '\.\./up'"),
-        (broken(sample_id="talk-1"), r"^talks\.json\[1\]\.sample_id must be unique, got 'talk-1'"),
+        ({"conversation": {"speaker_a": "Ida"}}, r"\[1\]\.conversation must have a session with"),
+        ({"conversation": {"session_1": []}}, r"\[1\]\.conversation must have a session with"),
+        ({"sample_id": "../up"}, r"\[1\]\.sample_id must be letters, .*, got '\.\./up'"),
+        ({"sample_id": "talk-1"}, r"^talks\.json\[1\]\.sample_id must be unique, got 'talk-1'"),
     ],
 )
-def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path, sample, message):
-    conversations, problems = load_locomo(write_samples(tmp_path, [make_sample(), sample]))
+def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path, changed, message):
+    sample = changed if isinstance(changed, str) else make_sample("talk-3") | changed
+    conversations, problem = load_with_problem(tmp_path, [make_sample(), sample])
     assert [conversation.sample_id for conversation in conversations] == ["talk-1"]
-    assert len(problems) == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(problems[0])
+    assert re.search(message, problem)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,18 @@ def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path,
 def test_a_question_that_cannot_be_asked_is_left_out_with_its_place(tmp_path, question, message):
     sample = make_sample()
     sample["qa"][1] = question
-    conversations, problems = load_locomo(write_samples(tmp_path, [sample]))
+    conversations, problem = load_with_problem(tmp_path, [sample])
     assert [found.index for found in conversations[0].questions] == [0, 2, 3, 4, 5]
-    assert len(problems) == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(problems[0])
+    assert re.search(message, problem)
 
 
 def test_a_broken_turn_costs_that_turn_alone(tmp_path):
     sample = make_sample()
     del sample["conversation"]["session_1"][0]["text"]
-    conversations, problems = load_locomo(write_samples(tmp_path, [sample]))
+    conversations, problem = load_with_problem(tmp_path, [sample])
     assert list(conversations[0].turns) == ["D1:2", "D2:1", "D2:2"]
-    assert problems[0].startswith(
-        "talks.json[0].conversation.session_1[0] must have dia_id, speaker and text"
-    )
+    place = "talks.json[0].conversation.session_1[0]"
+    assert problem.startswith(f"{place} must have dia_id, speaker and text")
 
 
 @pytest.mark.parametrize("content", ["[]", '{"a": 1}', "[1, 2]", "3", '[{"conversation": {}}]'])
@@ -125,28 +122,23 @@ def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
 def test_conversations_are_chosen_by_name(conversations):
     assert [c.sample_id for c in choose_conversations(conversations, ["talk-2"])] == ["talk-2"]
     assert choose_conversations(conversations, None) == conversations
-    message = r"^conversation must be one of talk-1, talk-2, got 'talk-9': choose"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match="^conversation must be one of talk-1, talk-2, got 'talk-9'"
+    ):
         choose_conversations(conversations, ["talk-9"])
 
 
 def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
-    first = conversations[0]
-    temporal = first.questions[1]
-    bare, full = (
-        make_prompt(first, temporal, setting, dialogue(first))
-        for setting in ("no-context", "full-context")
-    )
-    assert temporal.question in bare and temporal.question in full
-    assert dialogue(first) in full and "Lisbon" not in bare
+    talk = conversations[0]
+    general, temporal = talk.questions[:2]
+    bare = make_prompt(talk, temporal, "no-context", dialogue(talk))
+    assert temporal.question in bare and "Lisbon" not in bare
+    full = make_prompt(talk, temporal, "full-context", "The dialogue.")
+    assert temporal.question in full and "The dialogue." in full
     assert PROMPTS["hint-2"] in full
-    assert PROMPTS["hint-2"] not in make_prompt(first, first.questions[0], "full-context", "")
-    assert "other text" in make_prompt(first, temporal, "full-context", "other text")
-    with pytest.raises(
-        ValueError,
-        match=r"^setting must be one of no-context, evidence, full-context, got 'half': choose one of them$",
-    ):
-        make_prompt(first, temporal, "half", "")
+    assert PROMPTS["hint-2"] not in make_prompt(talk, general, "full-context", "")
+    with pytest.raises(ValueError, match="^setting must be one of no-context, .*, got 'half': cho"):
+        make_prompt(talk, temporal, "half", "")
 
 
 def test_evidence_is_the_turns_that_the_question_names_with_their_dates(conversations):

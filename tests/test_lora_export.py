@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from families import each_family, make_host
+from families import each_family, make_host, make_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_families import DENSE, R, learn, logits, make_memory
@@ -40,26 +40,6 @@ def test_stock_lora_on_the_wider_base_equals_the_memory(family, neurons, tmp_pat
     torch.testing.assert_close(logits(wide), untouched, rtol=0, atol=1e-5)
     lora = PeftModel.from_pretrained(wide, str(tmp_path))
     torch.testing.assert_close(logits(lora), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_two_memories_of_different_widths_share_one_base(tmp_path):
-    expected = {}
-    for name, options in {
-        "narrow": {"r": 2},
-        "some_layers": {"r": 4, "layers_to_transform": [1]},
-    }.items():
-        model = make_memory("llama", **options)
-        learn(model)
-        expected[name] = logits(model)
-        save_lora(model, tmp_path / name, neurons=4)
-    base = make_host("llama")
-    widen_base(base, 4)
-    assert base.config.intermediate_size == base.model.layers[0].mlp.up_proj.out_features
-    lora = PeftModel.from_pretrained(base, str(tmp_path / "narrow"), adapter_name="narrow")
-    lora.load_adapter(str(tmp_path / "some_layers"), adapter_name="some_layers")
-    for name in ("narrow", "some_layers"):
-        lora.set_adapter(name)
-        torch.testing.assert_close(logits(lora), expected[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -104,13 +84,22 @@ def test_bad_exports_are_refused():
         to_lora(model)
     with pytest.raises(ValueError, match="neurons must be at least 1, got 0"):
         widen_base(make_host("llama"), 0)
+    beside = make_memory("llama", modules_to_save=["model.norm"])
+    message = "the memory must have slots alone, got one with modules_to_save: merge it"
+    with pytest.raises(ValueError, match=message):
+        to_lora(beside)
 
 
-def make_library(folder, widths: dict[str, int]) -> dict[str, torch.Tensor]:
+# Of memories of the embedded backbone.
+ANN = {"r": 3, "layers_to_transform": [1, 4]}
+BOB = {"r": 5}
+
+
+def make_library(folder, **memories: dict) -> dict[str, torch.Tensor]:
     """Save memories of the embedded backbone that change its output; return the logits with each."""
     expected = {}
-    for number, (name, r) in enumerate(widths.items()):
-        model = get_peft_model(backbone.load()[0], LocasConfig(r=r))
+    for number, (name, options) in enumerate(memories.items()):
+        model = get_peft_model(backbone.load()[0], LocasConfig(**options))
         calibrate(model, [torch.arange(1, 65)[None]])
         generator = torch.Generator().manual_seed(number)
         for weight_name, weight in model.named_parameters():
@@ -133,7 +122,8 @@ def run(*arguments) -> int:
 
 
 def test_a_library_is_one_base_and_an_adapter_for_each_memory(tmp_path, capsys):
-    expected = make_library(tmp_path / "notes", {"ann": 3, "bob 2": 5})
+    memories = {"ann": ANN, "bob 2": BOB}
+    expected = make_library(tmp_path / "notes", **memories)
     (tmp_path / "notes" / "unfinished" / "checkpoint").mkdir(parents=True)
     out = tmp_path / "served"
     assert run("export", tmp_path / "notes", "--out", out) == 0
@@ -151,9 +141,9 @@ def test_a_library_is_one_base_and_an_adapter_for_each_memory(tmp_path, capsys):
     torch.testing.assert_close(plain_logits, logits_of_backbone(backbone.load()[0]))
     lora = PeftModel.from_pretrained(base, out / "adapters" / "ann", adapter_name="ann")
     lora.load_adapter(out / "adapters" / "bob 2", adapter_name="bob 2")
-    for name, r in {"ann": 3, "bob 2": 5}.items():
+    for name, options in memories.items():
         config = json.loads((out / "adapters" / name / "adapter_config.json").read_text())
-        assert (config["peft_type"], config["r"]) == ("LORA", r)
+        assert (config["peft_type"], config["r"]) == ("LORA", options["r"])
         # vLLM's resolver compares this name with its --model.
         assert config["base_model_name_or_path"] == str(out / "base")
         lora.set_adapter(name)
@@ -162,7 +152,7 @@ def test_a_library_is_one_base_and_an_adapter_for_each_memory(tmp_path, capsys):
 
 
 def test_a_memory_that_is_added_later_is_exported_alone(tmp_path):
-    make_library(tmp_path / "notes", {"ann": 3})
+    make_library(tmp_path / "notes", ann=ANN)
     options = ["--no-base", "--neurons", 6, "--base-name", "served/base"]
     assert run("export", tmp_path / "notes", "--out", tmp_path / "more", *options) == 0
     (adapter,) = (tmp_path / "more").rglob("adapter_config.json")
@@ -173,42 +163,29 @@ def test_a_memory_that_is_added_later_is_exported_alone(tmp_path):
     assert shapes == {(3, 256), (768 + 6, 3), (3, 768 + 6), (256, 3)}
 
 
-def save_lora_of_backbone(folder):
-    model = get_peft_model(backbone.load()[0], LoraConfig(target_modules=["up_proj"]))
-    save_memory(model, folder, backbone.NAME, "card")
+def make_lora_of_backbone():
+    return get_peft_model(backbone.load()[0], LoraConfig(target_modules=["up_proj"]))
 
 
-def save_with_a_trained_norm(folder):
+def make_memory_beside_a_norm():
     config = LocasConfig(r=2, init_weights="random", modules_to_save=["model.norm"])
-    save_memory(get_peft_model(backbone.load()[0], config), folder, backbone.NAME, "card")
-
-
-def save_of_another_width(folder):
-    model = make_memory("llama")
-    learn(model)
-    save_memory(model, folder, backbone.NAME, "card")
-
-
-def save_of_another_base(folder):
-    model = make_memory("llama")
-    learn(model)
-    save_memory(model, folder, "another/base", "card")
+    return get_peft_model(backbone.load()[0], config)
 
 
 @pytest.mark.parametrize(
-    ("save", "message"),
+    ("make", "base_name", "message"),
     [
-        (save_lora_of_backbone, "memory must be of type LOCAS, got '.*zoe' of type LORA: "),
-        (save_with_a_trained_norm, "memory must have slots alone, got '.*zoe' that replaces "),
-        (save_of_another_width, "this memory was made for another base "),
-        (save_of_another_base, "a library must hold memories of one base, got "),
+        (make_lora_of_backbone, backbone.NAME, "memory must be of type LOCAS, got '.*zoe' of type"),
+        (make_memory_beside_a_norm, backbone.NAME, "memory must have slots alone, got '.*zoe'"),
+        (make_model, backbone.NAME, "this memory was made for another base "),
+        (make_model, "another/base", "a library must hold memories of one base, got "),
     ],
 )
 def test_a_library_that_cannot_be_exported_is_one_line_and_leaves_nothing(
-    save, message, tmp_path, capsys
+    make, base_name, message, tmp_path, capsys
 ):
-    make_library(tmp_path / "notes", {"ann": 3})
-    save(tmp_path / "notes" / "zoe")
+    make_library(tmp_path / "notes", ann=ANN)
+    save_memory(make(), tmp_path / "notes" / "zoe", base_name, "card")
     assert run("export", tmp_path / "notes", "--out", tmp_path / "new" / "served") == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
@@ -217,18 +194,8 @@ def test_a_library_that_cannot_be_exported_is_one_line_and_leaves_nothing(
 
 
 def test_a_memory_beside_a_mixture_is_refused_before_anything_is_written(tmp_path):
-    model = make_memory("mixtral")
-    learn(model)
-    save_memory(model, tmp_path / "m", "host", "card")
+    save_memory(make_model("mixtral"), tmp_path / "m", "host", "card")
     message = "^a memory beside a mixture of experts cannot be exported"
     with pytest.raises(ValueError, match=message):
         export_memories(make_host("mixtral"), None, {"a": tmp_path / "m"}, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_memory_that_changes_more_than_ffns_is_no_lora():
-    config = LocasConfig(r=2, init_weights="random", modules_to_save=["model.norm"])
-    model = get_peft_model(make_host("llama"), config)
-    message = "the memory must have slots alone, got one with modules_to_save: merge it"
-    with pytest.raises(ValueError, match=message):
-        to_lora(model)

@@ -3,17 +3,18 @@
 `test_hostile_files.py` has the files that are refused.
 """
 
+import copy
 import gc
-import json
 import os
 import shutil
 
 import psutil
 import pytest
 import torch
+from families import FAMILIES, logits, make_host, make_tokens, same, snapshot
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.asking import continue_texts
@@ -34,17 +35,20 @@ def memory(tmp_path_factory):
     return folder
 
 
-def tiny_llama(tied=False):
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """A LoRA of the embedded backbone."""
+    folder = tmp_path_factory.mktemp("lora")
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    get_peft_model(backbone.load()[0], config).save_pretrained(folder)
+    return folder
+
+
+def make_llama(tied=False):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.tie_word_embeddings = tied
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def test_too_little_memory_is_not_called_a_damaged_memory(error, memory, monkeyp
 
     monkeypatch.setattr(loading.PeftModel, "from_pretrained", fail)
     with pytest.raises(type(error)) as caught:
-        loading.load_memory(backbone.load()[0], memory)
+        loading.load_memory(make_llama(), memory)
     assert caught.value is error
 
 
@@ -76,7 +80,7 @@ def test_a_signed_folder_of_0_2_0_loads_is_packed_and_is_forgotten(memory, tmp_p
     shutil.copytree(memory, folder)
     for name in ("model.sig", "model-and-text.sig"):
         (folder / name).write_text("{}")
-    base, _ = load_base(device="cpu")
+    base, _ = backbone.load()
     assert list(loading.load_memory(base, folder).peft_config) == ["default"]
     pack(folder, tmp_path / "ann.zip")
     (tmp_path / "unpacked").mkdir()
@@ -94,58 +98,39 @@ def test_a_memory_loads_for_reading(memory):
     assert model.merge_and_unload().config.intermediate_size == 1024
 
 
-def test_a_memory_of_another_base_is_refused(memory, tmp_path):
-    with pytest.raises(ValueError, match="^this memory was made for another base "):
-        loading.load_memory(tiny_llama(), memory)
-    base, _ = load_base(device="cpu")
-    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as raised:
-        loading.load_memory(tiny_llama(), tmp_path)
-    assert str(raised.value).startswith(
-        f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' ("
-    )
-    assert str(raised.value).endswith("): load the base that it was made for")
-    other = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(ValueError) as raised:
-        loading.load_memory(AutoModelForCausalLM.from_config(other), tmp_path)
-    message = f"memory {str(tmp_path)!r} does not fit GPT2LMHeadModel '' (it has other modules): "
-    assert str(raised.value) == message + "load the base that it was made for"
+@pytest.mark.parametrize(
+    ("family", "misfit"),
+    [
+        ("llama", r"LlamaForCausalLM '' \(.*\)"),
+        ("gpt2", r"GPT2LMHeadModel '' \(it has other modules\)"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(family, misfit, lora):
+    message = f"^memory '.*' does not fit {misfit}: load the base that it was made for$"
+    with pytest.raises(ValueError, match=message):
+        loading.load_memory(make_host(family), lora)
 
 
-def test_a_description_names_what_replaces_weights_of_the_base(memory, tmp_path):
-    found = loading.describe_memory(memory)
-    assert (found["replaces"], found["learned"]) == ([], False)
-    config = LocasConfig(r=4, init_weights="random", modules_to_save=["model.norm"])
-    model = get_peft_model(backbone.load()[0], config)
-    model.get_base_model().model.layers[3].mlp.locas_down["default"].weight.data[0, 0] = 0.5
-    model.save_pretrained(tmp_path)
-    found = loading.describe_memory(tmp_path)
-    assert (found["replaces"], found["learned"]) == (["model.norm.weight"], True)
-
-
-def test_fields_that_a_memory_does_not_have(tmp_path):
-    base, _ = load_base(device="cpu")
-    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+def test_fields_that_a_memory_does_not_have(lora):
     message = "^pad_to_multiple_of has no meaning for a memory of type LORA, got 8: leave it out$"
     with pytest.raises(ValueError, match=message):
-        loading.load_memory(load_base(device="cpu")[0], tmp_path, pad_to_multiple_of=8)
+        loading.load_memory(backbone.load()[0], lora, pad_to_multiple_of=8)
 
 
 def test_an_adapter_that_would_change_the_base_is_refused(tmp_path):
-    base, _ = load_base(device="cpu")
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
-    get_peft_model(base, config).save_pretrained(tmp_path)
-    base, _ = load_base(device="cpu")
-    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    get_peft_model(make_host("llama"), config).save_pretrained(tmp_path)
+    base = make_host("llama")
+    before = snapshot(base)
     with pytest.raises(ValueError, match="must not change the base, got init_lora_weights='pissa'"):
         loading.load_memory(base, tmp_path)
-    assert all(torch.equal(weight, before[name]) for name, weight in base.state_dict().items())
+    assert same(base, before)
 
 
 def test_a_memory_describes_itself(memory):
     found = loading.describe_memory(memory)
     assert found["peft_type"] == "LOCAS" and found["r"] == 4 and found["init"] == "topk"
-    assert found["dtype"] == "float32"
+    assert found["dtype"] == "float32" and found["replaces"] == []
     assert found["parameters"] == 6 * (3 * 4 * 256 + 3)
     assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
     assert [layer["name"] for layer in found["layers"]] == [
@@ -160,98 +145,85 @@ def test_a_memory_describes_itself(memory):
         assert layer["down"] == {"mean": 0.0, "max": 0.0}
 
 
-def test_damaged_memories(memory, tmp_path):
-    nothing = tmp_path / "nothing"
-    message = (
-        f"memory must be a folder that holds a memory, got {str(nothing)!r}, no folder: "
-        "make one with `locas read TEXT --out DIR`"
-    )
-    with pytest.raises(ValueError) as raised:
-        loading.describe_memory(nothing)
-    assert str(raised.value) == message
-    config = tmp_path / "adapter_config.json"
-    config.write_text("{")
-    with pytest.raises(ValueError, match="must be JSON .*: write it again$"):
-        loading.describe_memory(tmp_path)
-    config.write_text(json.dumps({"r": 4}))
-    with pytest.raises(
-        ValueError, match="must name its peft_type, got none: copy or save the memory again$"
-    ):
-        loading.describe_memory(tmp_path)
-    config.write_text((memory / "adapter_config.json").read_text())
-    with pytest.raises(
-        ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"
-    ):
-        loading.describe_memory(tmp_path)
-
-
-def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, tmp_path):
-    shutil.copytree(memory, tmp_path, dirs_exist_ok=True)
-    base, weights = load_base(device="cpu")[0], tmp_path / "adapter_model.safetensors"
-    tensors = load_file(weights)
-    weights.unlink()
-    message = "has no adapter_model.safetensors: copy or save the memory again$"
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            None,
+            "must be a folder that holds a memory, got .*, no folder: make one with `locas read",
+        ),
+        ("{", "must be JSON .*: write it again$"),
+        ('{"r": 4}', "must name its peft_type, got none: copy or save the memory again$"),
+        ('{"peft_type": "LOCAS"}', "has no adapter_model.safetensors: copy or save the memory"),
+    ],
+    ids=["no folder", "no JSON", "no type", "no tensors"],
+)
+def test_damaged_memories(config, message, tmp_path):
+    folder, base = tmp_path / "memory", make_llama()
+    if config is not None:
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
-        loading.load_memory(base, tmp_path)
+        loading.describe_memory(folder)
+    with pytest.raises(ValueError, match=message):
+        loading.load_memory(base, folder)
     assert not hasattr(base, "peft_config")
-    torch.save(
-        tensors, tmp_path / "adapter_model.bin"
-    )  # as `save_pretrained(safe_serialization=False)` does
+
+
+def test_a_pickle_of_tensors_loads(memory, tmp_path):
+    shutil.copytree(memory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    # As `save_pretrained(safe_serialization=False)` does.
+    torch.save(tensors, tmp_path / "adapter_model.bin")
     assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
-    assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
+    assert list(loading.load_memory(backbone.load()[0], tmp_path).peft_config) == ["default"]
 
 
-def save_with_embeddings(folder, tied=False):
-    """Save a memory with other embeddings than those of `tiny_llama`."""
-    host = tiny_llama(tied)
+def save_with_embeddings(folder, tied=False) -> torch.Tensor:
+    """Save a memory with other embeddings than those of `make_llama`; return the logits with it."""
+    host = make_llama(tied)
     with torch.no_grad():
         for weight in {host.model.embed_tokens.weight, host.lm_head.weight}:
             weight.mul_(3)
     model = get_peft_model(host, LocasConfig(r=4, task_type="CAUSAL_LM"))
-    calibrate(model, [torch.arange(32).unsqueeze(0)])
+    calibrate(model, [make_tokens()])
     torch.nn.init.ones_(host.model.layers[0].mlp.locas_down["default"].weight)
     model.save_pretrained(folder, save_embedding_layers=True)
-    return model.eval()
-
-
-def run_on(model):
-    with torch.no_grad():
-        return model(torch.arange(32).unsqueeze(0)).logits
+    return logits(model.eval())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_of_a_memory_are_gone_with_it(tied, tmp_path):
-    expected = run_on(save_with_embeddings(tmp_path, tied))
-    base = tiny_llama(tied).eval()
-    before = run_on(base)
+    expected = save_with_embeddings(tmp_path, tied)
+    base = make_llama(tied)
+    before = logits(base)
     weights = dict(base.named_parameters())
     with loading.memory_attached(base, tmp_path) as model:
-        assert torch.equal(run_on(model), expected)
+        assert torch.equal(logits(model), expected)
         embeddings = base.get_input_embeddings().weight
         assert (base.get_output_embeddings().weight is embeddings) == tied
-    assert torch.equal(run_on(base), before)
+    assert torch.equal(logits(base), before)
     for name, weight in base.named_parameters():
         assert weight is weights[name]
 
 
 def test_embeddings_of_a_memory_leave_a_model_of_the_same_weights_alone(tmp_path):
-    expected = run_on(save_with_embeddings(tmp_path))
-    base = tiny_llama().eval()
-    before = run_on(base)
+    expected = save_with_embeddings(tmp_path)
+    base = make_llama()
+    before = logits(base)
     model = loading.load_memory(share_weights(base), tmp_path)
-    assert torch.equal(run_on(model), expected)
-    assert torch.equal(run_on(base), before)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(base), before)
 
 
 def test_a_memory_that_was_merged_while_it_was_attached_is_taken_out(tmp_path):
     save_with_embeddings(tmp_path)
-    base = tiny_llama().eval()
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    base = make_llama()
+    before = snapshot(base)
     with loading.memory_attached(base, tmp_path) as model:
         model.merge_adapter()
-    after = base.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert same(base, before)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Generation's options with a mixed batch: each row of the output is what its memory alone says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers as tf
@@ -11,13 +13,13 @@ from locas_peft import LocasConfig
 ROWS = ["one", "__base__", "two"]
 
 
-def make_mixed(family="llama", host=None, **fields) -> PeftModel:
-    host = make_host(family) if host is None else host
-    task = "SEQ_2_SEQ_LM" if host.config.is_encoder_decoder else "CAUSAL_LM"
-    config = LocasConfig(r=4, init_weights="random", task_type=task, **fields)
-    model = get_peft_model(host, config, adapter_name="one")
-    other = LocasConfig(r=4, init_weights="random", task_type=task, seed=1)
-    model.add_adapter("two", other)
+def make_mixed(family: str = "llama", **fields) -> PeftModel:
+    """Two memories, the first of which has fields of its own."""
+    host = make_t5() if family == "t5" else make_host(family)
+    task = "SEQ_2_SEQ_LM" if family == "t5" else "CAUSAL_LM"
+    config = LocasConfig(r=4, init_weights="random", task_type=task)
+    model = get_peft_model(host, replace(config, **fields), adapter_name="one")
+    model.add_adapter("two", replace(config, seed=1))
     teach(model, "one")
     teach(model, "two", seed=1)
     for key, weight in model.named_parameters():
@@ -67,41 +69,39 @@ OPTIONS = {
     "prefill in chunks": {"prefill_chunk_size": 3, "num_beams": 2},
     "guidance": {"guidance_scale": 1.5, "num_beams": 2},
     "one return": {"num_return_sequences": 1},
+    # The most likely token of each memory is drawn.
+    "sampled": {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
 }
+FEW = ("greedy", "beams", "beams and returns")
+CASES = [("llama", None, name) for name in OPTIONS]
+CASES += [("opt", None, "beams and returns"), ("opt", None, "sampled")]
+CASES += [("qwen3_moe", None, "beams and returns")]
+# An encoder sees each row once.
+CASES += [("t5", None, name) for name in FEW]
+# One memory trains a module.
+CASES += [("llama", "lm_head", name) for name in FEW]
+CASES += [("llama", "embed_tokens", name) for name in FEW]
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("llama", name) for name in OPTIONS),
-        *((f, "beams and returns") for f in ("opt", "qwen3_moe")),
-    ],
-)
-def test_options_of_generation(family, name):
-    check_rows(make_mixed(family), make_tokens(3, 6), **OPTIONS[name])
+@pytest.mark.parametrize(("family", "module", "name"), CASES)
+def test_options_of_generation(family, module, name):
+    fields = {"modules_to_save": [module]} if module else {}
+    check_rows(make_mixed(family, **fields), make_tokens(3, 6), **OPTIONS[name])
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_sampled_rows_are_of_their_memory(family):
-    """The most likely token of each memory is drawn: top_k=1."""
-    model = make_mixed(family)
-    ids = make_tokens(3, 6)
-    check_rows(model, ids, do_sample=True, top_k=1, num_return_sequences=2)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}])
 @pytest.mark.parametrize("where", ["argument", "position", "model"])
-def test_options_in_a_generation_config(options, where):
+def test_options_in_a_generation_config(where):
     model = make_mixed()
     ids = make_tokens(3, 6)
-    expected = model.generate(input_ids=ids, adapter_names=ROWS, max_new_tokens=4, **options)
-    config = tf.GenerationConfig(max_new_tokens=4, **options)
+    options = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2}
+    expected = model.generate(input_ids=ids, adapter_names=ROWS, **options)
+    config = tf.GenerationConfig(**options)
     if where == "argument":
         got = model.generate(input_ids=ids, adapter_names=ROWS, generation_config=config)
     elif where == "position":
         got = model.generate(ids, config, adapter_names=ROWS)
     else:
-        model.generation_config.update(max_new_tokens=4, **options)
+        model.generation_config.update(**options)
         got = model.generate(input_ids=ids, adapter_names=ROWS)
         # A forward repeats no row, whatever the generation config says.
         assert logits(model, ids, adapter_names=ROWS).shape[0] == 3
@@ -118,25 +118,10 @@ def test_rows_by_their_embeddings():
     assert torch.equal(got, expected[:, ids.shape[1] :])
 
 
-@pytest.mark.parametrize("options", list(OPTIONS.values())[:3], ids=list(OPTIONS)[:3])
-def test_an_encoder_sees_each_row_once(options):
-    check_rows(make_mixed(host=make_t5()), make_tokens(3, 6), **options)
-
-
-@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-@pytest.mark.parametrize("options", list(OPTIONS.values())[:3], ids=list(OPTIONS)[:3])
-def test_with_a_module_that_one_memory_trains(module, options):
-    check_rows(make_mixed(modules_to_save=[module]), make_tokens(3, 6), **options)
-
-
 @pytest.mark.parametrize("rows", [ROWS[:2], [*ROWS, "one"], ROWS * 2])
-def test_other_numbers_of_names_than_rows_are_refused(rows):
+@pytest.mark.parametrize("name", ["greedy", "beams", "sampled"])
+def test_other_numbers_of_names_than_rows_are_refused(rows, name):
     model = make_mixed()
-    ids = make_tokens(3, 6)
-    for options in ({}, {"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}):
-        with pytest.raises(ValueError, match="Length of `adapter_names` should be the same"):
-            model.generate(input_ids=ids, adapter_names=rows, max_new_tokens=2, **options)
+    options = {"max_new_tokens": 2, **OPTIONS[name]}
     with pytest.raises(ValueError, match="Length of `adapter_names` should be the same"):
-        logits(model, ids, adapter_names=rows)
-    with pytest.raises(ValueError, match="Length of `adapter_names` should be the same"):
-        logits(model, make_tokens(6, 6), adapter_names=ROWS)
+        model.generate(input_ids=make_tokens(3, 6), adapter_names=rows, **options)

@@ -1,4 +1,4 @@
-"""Output to any terminal or pipe: a character that its encoding lacks is replaced, and nothing stops."""
+"""Output to any terminal or pipe: a character that its encoding lacks is replaced."""
 
 import io
 import json
@@ -46,12 +46,17 @@ def shelf(tmp_path_factory):
 
 
 @pytest.fixture(params=ENCODINGS)
-def run(request, monkeypatch, tmp_path):
+def encoding(request):
+    return request.param
+
+
+@pytest.fixture
+def run(encoding, monkeypatch, tmp_path):
     """Run the command with streams of an encoding; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*args, is_terminal=False) -> tuple[int, str, str]:
-        stdout, stderr = (Stream(request.param, is_terminal) for _ in range(2))
+        stdout, stderr = (Stream(encoding, is_terminal) for _ in range(2))
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "stderr", stderr)
         with pytest.raises(SystemExit) as ended:
@@ -59,7 +64,6 @@ def run(request, monkeypatch, tmp_path):
         monkeypatch.undo()
         return ended.value.code, stdout.text, stderr.text
 
-    call.encoding = request.param
     return call
 
 
@@ -67,30 +71,29 @@ def as_shown(text: str, encoding: str) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def test_texts_are_printed(run, shelf):
+def test_texts_are_printed_and_json_loses_no_character(run, encoding, shelf):
     prompt = "\u2014 \U0001f426 \u674e\u660e caf\u00e9"
-    options = ("--memory", shelf / NAMES[0], "--max-new-tokens", 2)
-    code, stdout, stderr = run("generate", prompt, "--raw", *options)
-    assert (code, stdout.count(as_shown(prompt, run.encoding))) == (0, 2), stderr
-    code, stdout, _ = run("ask", prompt, "--library", shelf)
-    assert (code, stdout.splitlines()[0]) == (0, as_shown(prompt, run.encoding))
+    shown = as_shown(prompt, encoding)
+    options = ("--max-new-tokens", 2)
+    code, stdout, stderr = run("generate", prompt, "--raw", "--memory", shelf / NAMES[0], *options)
+    assert (code, stdout.count(shown)) == (0, 2), stderr
+    code, stdout, stderr = run("ask", prompt, "--library", shelf, "--json", "-", *options)
+    assert code == 0 and shown in stderr.splitlines()
+    assert json.loads(stdout)[0]["question"] == prompt
 
 
-def test_a_list_is_whole(run, shelf):
+def test_a_list_is_whole(run, encoding, shelf):
     code, stdout, _ = run("library", shelf)
-    assert code == 0 and all(as_shown(name, run.encoding) in stdout for name in NAMES)
+    assert code == 0 and all(as_shown(name, encoding) in stdout for name in NAMES)
     code, stdout, _ = run("inspect", shelf / NAMES[0])
     assert code == 0 and stdout
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_reading_is_shown(run, tmp_path, is_terminal):
+def test_a_reading_is_shown(run, tmp_path):
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     options = ("--window", 64, "--stride", 32, "--r", 4, "--anchor", 0, "--device", "cpu")
     where = ("--library", tmp_path / "new", "--name", NAMES[1])
-    code, stdout, stderr = run(
-        "read", tmp_path / "a.txt", *where, *options, is_terminal=is_terminal
-    )
+    code, stdout, stderr = run("read", tmp_path / "a.txt", *where, *options, is_terminal=True)
     assert code == 0 and "locas-glu" in stdout and "Traceback" not in stderr, stderr
 
 
@@ -101,15 +104,7 @@ def test_an_error_names_what_it_can(run, tmp_path):
     assert code == 2 and stderr.startswith("error: ")
 
 
-def test_json_loses_no_character(run, shelf):
-    prompt = "\u2014 \U0001f426 \u674e\u660e"
-    options = ("--memory", shelf / "plain", "--max-new-tokens", 1, "--json", "-")
-    code, stdout, _ = run("generate", prompt, *options)
-    assert code == 0 and json.loads(stdout)["prompt"] == prompt
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_progress_is_shown(encoding, is_terminal, monkeypatch):
     stderr = Stream(encoding, is_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -128,11 +123,8 @@ def test_help_is_printed(run):
 
 @pytest.mark.parametrize("encoding", ["cp1252", pytest.param("ascii", marks=pytest.mark.slow)])
 def test_the_process_itself_replaces(encoding):
-    environment = {
-        **os.environ,
-        "PYTHONIOENCODING": encoding,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    environment = {"PYTHONIOENCODING": encoding, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | environment
     script = "from locas_command.console import replace_unknown_characters as replace\n"
     script += f"replace()\nprint({NAMES[1]!r})"
     process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)

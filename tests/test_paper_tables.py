@@ -3,9 +3,11 @@
 import dataclasses
 import importlib
 import json
+import math
 import shutil
 import sys
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,24 +15,14 @@ import torch
 from families import make_host, make_tokens
 from locomo_data import make_samples, write_samples
 from torch import nn
+from training import assert_same, weights_of
 
 from locas_peft import backbone, text
 from locas_peft.asking.scoring import score_targets
 from locas_peft.stages import ReadSettings, complete, score
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-MODULES = (
-    "ablations",
-    "attention",
-    "baselines",
-    "bench",
-    "choices",
-    "gap",
-    "locomo",
-    "mmlu",
-    "pg19",
-    "rows",
-)
+MODULES = "ablations attention baselines bench choices gap locomo mmlu pg19 rows scales timing"
 PAIRS = {
     "agreement": [
         ("The dogs bark.", "The dogs barks."),
@@ -41,19 +33,24 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tables():
-    """Import the script and its tables; their folder leaves the path afterwards."""
+@contextmanager
+def imported(script: str, package: str, modules: str):
+    """Import a script of `benchmarks/` and modules of its tables; their folder leaves the path afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        modules = {name: importlib.import_module(f"paper_tables.{name}") for name in MODULES}
-        modules["scales"] = importlib.import_module("paper_tables.scales")
-        modules["timing"] = importlib.import_module("paper_tables.timing")
-        modules["paper"] = importlib.import_module("paper")
-        yield type("Tables", (), modules)
+        found = {name: importlib.import_module(f"{package}.{name}") for name in modules.split()}
+        found[script] = importlib.import_module(script)
+        yield type("Tables", (), found)
     for name in list(sys.modules):
-        if name in ("paper", "measuring") or name.split(".")[0] == "paper_tables":
+        first = name.partition(".")[0]
+        if first in (script, "measuring", "knowledge_tables", "paper_tables"):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    with imported("paper", "paper_tables", MODULES) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +62,25 @@ def base():
 def data(tmp_path_factory):
     """Make a folder of data sets: short texts under the books' names, and few questions."""
     folder = tmp_path_factory.mktemp("data")
-    reference = text.python_reference()
-    for number, name in enumerate(["2118", "3649", "36235", "5274", "17769", "28345", "36087"]):
-        part = "train" if number in (0, 4, 5, 6) else "eval"
-        book = folder / "pg19" / part / f"{name}.txt"
-        book.parent.mkdir(parents=True, exist_ok=True)
-        book.write_text(reference[6000 * number : 6000 * number + 5000], encoding="utf-8")
+    write_books(folder / "pg19" / "eval", "3649", "36235", "5274")
+    write_books(folder / "pg19" / "train", "2118", "17769", "28345", "36087", first=3)
     questions = [make_question(subject, number) for subject in ("law", "art") for number in "12"]
     write_lines(folder / "mmlu" / "test.jsonl", questions)
     write_lines(folder / "mmlu" / "dev.jsonl", questions[::2])
     for name in ("arc_challenge", "piqa", "openbook_qa"):
-        rows = [{"query": "Question: What barks?", "choices": ["a dog", "a stone"], "gold": 0}]
-        write_lines(folder / "probes" / f"{name}.jsonl", rows)
+        row = {"query": "Question: What barks?", "choices": ["a dog", "a stone"], "gold": 0}
+        write_lines(folder / "probes" / f"{name}.jsonl", [row])
     write_pairs(folder / "blimp" / "BLiMP.zip")
     return folder
+
+
+def write_books(folder, *names, first=0):
+    """Write parts of a text, from a number on, under names."""
+    folder.mkdir(parents=True)
+    reference = text.python_reference()
+    for number, name in enumerate(names, first):
+        part = reference[6000 * number : 6000 * number + 5000]
+        (folder / f"{name}.txt").write_text(part, encoding="utf-8")
 
 
 def make_question(subject, number):
@@ -95,10 +97,8 @@ def write_pairs(file):
     file.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(file, "w") as archive:
         for name, pairs in PAIRS.items():
-            rows = [
-                {"UID": name, "sentence_good": good, "sentence_bad": bad} for good, bad in pairs
-            ]
-            archive.writestr(f"data/{name}.jsonl", "\n".join(map(json.dumps, rows)))
+            rows = [json.dumps({"sentence_good": good, "sentence_bad": bad}) for good, bad in pairs]
+            archive.writestr(f"data/{name}.jsonl", "\n".join(rows))
             archive.writestr(f"__MACOSX/data/._{name}.jsonl", b"\x00\x05")
 
 
@@ -122,6 +122,18 @@ def scale(tables):
 @pytest.fixture
 def bench(tables, data, scale, tmp_path):
     return tables.bench.Bench(backbone.NAME, data, tmp_path / "out", scale, dtype="float32")
+
+
+@pytest.fixture
+def measure_nats(tables, base):
+    """Return a function that scores one text after another."""
+    model, tokenizer = base
+
+    def measure(prompt, target):
+        pair = tables.choices.encode_pair(tokenizer, prompt, target)
+        return score_targets(model, [pair])[0].nll_nats
+
+    return measure
 
 
 def test_a_sweep_reads_what_was_learned(tables):
@@ -157,45 +169,37 @@ def test_letters_are_those_that_are_likeliest_one_by_one(tables, data, base, sho
     model, tokenizer = base
     items = tables.choices.load_mmlu(data / "mmlu" / "test.jsonl")
     examples = items[:shots]
-    found = tables.choices.find_right_letters(model, tokenizer, items, examples)
+    prompts = tables.choices.make_letter_prompts(items, examples)
     expected = []
-    for item, prompt in zip(
-        items, tables.choices.make_letter_prompts(items, examples), strict=True
-    ):
+    for item, prompt in zip(items, prompts, strict=True):
         ids = tokenizer(prompt)["input_ids"]
-        nats = []
+        pairs = []
         for letter in "ABCD":
             whole = tokenizer(f"{prompt} {letter}")["input_ids"]
-            nats.append(score_targets(model, [(ids, whole[len(ids) :])])[0].nll_nats)
+            pairs.append((ids, whole[len(ids) :]))
+        nats = [score.nll_nats for score in score_targets(model, pairs)]
         expected.append(nats.index(min(nats)) == item.gold)
-    assert found == expected
+    assert tables.choices.find_right_letters(model, tokenizer, items, examples) == expected
 
 
-def test_choices_are_compared_plainly_and_by_character(tables, base):
-    model, tokenizer = base
+def test_choices_are_compared_plainly_and_by_character(tables, base, measure_nats):
     item = tables.choices.Item("Question: What did he see?", ("him", "the old man of the sea"), 1)
-    plain, by_character = tables.choices.find_right_choices(model, tokenizer, [item])
-    nats = []
-    for choice in item.choices:
-        pair = tables.choices.encode_pair(tokenizer, f"{item.question}\nAnswer:", f" {choice}")
-        nats.append(score_targets(model, [pair])[0].nll_nats)
-    assert plain == [nats[1] < nats[0]]
-    assert by_character == [nats[1] / 22 < nats[0] / 3]
+    plain, by_character = tables.choices.find_right_choices(*base, [item])
+    prompt = f"{item.question}\nAnswer:"
+    short, long = (measure_nats(prompt, f" {choice}") for choice in item.choices)
+    assert plain == [long < short] and by_character == [long / 22 < short / 3]
     assert plain != by_character, "the long choice wins by character alone"
 
 
-def test_the_first_pairs_of_each_paradigm_are_loaded_and_scored(tables, data, base):
-    model, tokenizer = base
+def test_the_first_pairs_of_each_paradigm_are_loaded_and_scored(tables, data, base, measure_nats):
     pairs = tables.choices.load_pairs(data / "blimp" / "BLiMP.zip", 2)
     found = [pair["sentence_good"] for pair in pairs]
     assert found == ["The dogs bark.", "She sings.", "What did you see?"]
-    right = tables.choices.find_pairs(model, tokenizer, pairs)
-    nats = []
+    expected = []
     for pair in pairs:
-        for kind in ("sentence_good", "sentence_bad"):
-            target = tables.choices.encode_pair(tokenizer, "", pair[kind])
-            nats.append(score_targets(model, [target])[0].nll_nats)
-    assert right == [good < bad for good, bad in zip(nats[::2], nats[1::2], strict=True)]
+        good, bad = (measure_nats("", pair[kind]) for kind in ("sentence_good", "sentence_bad"))
+        expected.append(good < bad)
+    assert tables.choices.find_pairs(*base, pairs) == expected
 
 
 # ---------------------------------------------------------------------- readings
@@ -230,31 +234,31 @@ def test_results_of_another_text_are_refused(tables, bench, data, scale):
 
 def test_pg19_compares_chunks_with_the_best_rate_of_the_sweep(tables, bench):
     tables.pg19.fill(bench)
-    page = tables.pg19.tabulate(bench)
-    best = tables.pg19.best_lora(bench)
-    units = [bench.reading(row, "3649", 600) for row in (tables.rows.LOCAS, best)]
-    mine, theirs = [unit.load()["figures"]["chunks"] for unit in units]
+    lines = tables.pg19.tabulate(bench).splitlines()
+    line = next(line for line in lines if line.startswith("| Locas r=64 |"))
+    rows = (tables.rows.LOCAS, tables.pg19.best_lora(bench))
+    mine, theirs = (bench.reading(row, "3649", 600).load()["figures"]["chunks"] for row in rows)
     differences = [(own[2] - other[2]) / own[1] for own, other in zip(mine, theirs, strict=True)]
-    mean = sum(differences) / len(differences)
-    line = next(line for line in page.splitlines() if line.startswith("| Locas r=64 |"))
-    assert f"{mean:.4f} [" in line
-    first = mine[0]
-    assert f"{torch.tensor(first[2] / first[1]).exp():.2f}" in line, "the perplexity at 256 tokens"
+    assert f"{sum(differences) / len(differences):.4f} [" in line
+    _, tokens, nats = mine[0][:3]
+    assert f"| {math.exp(nats / tokens):.3f} |" in line, "the perplexity at 256 tokens"
 
 
 def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench, monkeypatch):
     # Those of the other rows are made alike, and take long.
     none, _, anchored, *_ = tables.mmlu.list_rows(bench, make=False)
-    rows = [none, anchored, tables.rows.LOCAS]
-    monkeypatch.setattr(tables.mmlu, "list_rows", lambda bench, make: rows)
+    monkeypatch.setattr(
+        tables.mmlu, "list_rows", lambda bench, make: [none, anchored, tables.rows.LOCAS]
+    )
     tables.mmlu.fill(bench)
     page = tables.mmlu.tabulate(bench)
-    rows = [line.split(" | ")[0].strip("| ") for line in page.splitlines() if "| " in line]
-    assert rows.count("Locas r=64") == 2 and "TempLoRA r=64, with the anchor" in rows
-    base = json.loads((bench.folder / "mmlu" / "none" / "own-answers.json").read_text())
-    memory = json.loads((bench.folder / "mmlu" / "locas-glu" / "own-answers.json").read_text())
-    assert base["figures"]["kl_per_token"] == 0 < memory["figures"]["kl_per_token"]
-    assert base["figures"]["chunk_tokens"] == memory["figures"]["chunk_tokens"]
+    assert page.count("\n| Locas r=64 |") == 2 and "\n| TempLoRA r=64, with the anchor |" in page
+    base, memory = (
+        json.loads((bench.folder / "mmlu" / name / "own-answers.json").read_text())["figures"]
+        for name in ("none", "locas-glu")
+    )
+    assert base["kl_per_token"] == 0 < memory["kl_per_token"]
+    assert base["chunk_tokens"] == memory["chunk_tokens"]
 
 
 def test_a_memory_that_was_not_kept_is_made_again(tables, bench):
@@ -276,8 +280,7 @@ def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypa
     monkeypatch.setattr(tables.locomo, "_list_rows", lambda bench, make: rows)
     tables.locomo.fill(bench)
     lines = tables.locomo.tabulate(bench).splitlines()
-    base = tables.locomo._load_f1(bench, "none", "no-context")
-    own = tables.locomo._load_f1(bench, "locas", "no-context")
+    base, own = (tables.locomo._load_f1(bench, row, "no-context") for row in ("none", "locas"))
     assert base and base.keys() == own.keys()
     change = 100 * sum(own[key] - base[key] for key in base) / len(base)
     (line,) = [line for line in lines if line.startswith("| Locas r=64, no-context |")]
@@ -313,7 +316,7 @@ def test_attention_over_a_long_context_gives_the_same_logits(tables, monkeypatch
 
 
 def test_each_baseline_learns_and_leaves_the_base_as_it_was(tables, bench):
-    before = {name: value.clone() for name, value in bench.base.state_dict().items()}
+    before = weights_of(bench.base)
     ids = bench.document("3649", 300)
     for baseline in [*tables.baselines.BASELINES, *tables.gap.ROWS]:
         rate = baseline.rates[0] if baseline.rates else None
@@ -324,21 +327,22 @@ def test_each_baseline_learns_and_leaves_the_base_as_it_was(tables, bench):
             count = len(trainer.learner.parameters())
         assert (count > 0) == (rate is not None), baseline.name
         assert trainer.skipped_chunks == 0, baseline.name
-        after = bench.base.state_dict()
-        assert before.keys() == after.keys(), baseline.name
-        assert all(torch.equal(after[name], before[name]) for name in before), baseline.name
+        assert_same(weights_of(bench.base), before)
         assert not any(weight.requires_grad for weight in bench.base.parameters()), baseline.name
 
 
 def test_a_prefix_of_keys_and_values_moves_the_scores(tables, bench):
     cartridge = next(row for row in tables.baselines.BASELINES if row.name.startswith("CARTRIDGE"))
     ids = bench.document("3649", 300)
+
+    def list_logits(model):
+        return tables.baselines.list_logits(model, [(ids[:40], 8)])[0]
+
     with cartridge.open(bench, 1e-2) as trainer:
-        before = tables.baselines.list_logits(trainer.model, [(ids[:40], 8)])[0]
+        before = list_logits(trainer.model)
         list(trainer.read(ids))
-        after = tables.baselines.list_logits(trainer.model, [(ids[:40], 8)])[0]
-    base = tables.baselines.list_logits(bench.base, [(ids[:40], 8)])[0]
-    assert not torch.allclose(before, base, atol=1e-2), "the prefix is seen"
+        after = list_logits(trainer.model)
+    assert not torch.allclose(before, list_logits(bench.base), atol=1e-2), "the prefix is seen"
     assert not torch.allclose(after, before, atol=1e-4), "the prefix has learned"
 
 
@@ -377,10 +381,9 @@ def test_mistakes_are_one_line(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tables.paper.main([backbone.NAME, "--table", "pg20"])
     assert "--table must be among" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"paper: --data must hold the book 2118"):
-        tables.paper.main(
-            [backbone.NAME, "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"]
-        )
+    arguments = [backbone.NAME, "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"]
+    with pytest.raises(SystemExit, match="paper: --data must hold the book 2118"):
+        tables.paper.main(arguments)
 
 
 def test_the_page_is_made_of_what_there_is(tables, data, tmp_path):

@@ -165,6 +165,13 @@ CASES = {
             "It prints all stops.",
         ],
     ),
+    "short sentences": (
+        "The first house is made of stone. It fell. The second one is made of wood!\nAnd a third.",
+        [
+            "The first house is made of stone. It fell.",
+            "The second one is made of wood! And a third.",
+        ],
+    ),
     "hard-wrapped paragraph": (
         "The ferry was built in 1931 by the\nengineer Tamsin Velde, and it stops at the\n"
         "mill of Sant Brul: a house that nobody\nlives in and that is old. It sleeps in winter.",
@@ -213,13 +220,13 @@ DIALOGUES = {
         ],
     ),
     "a transcript with dates": (
-        "Session 1, 8 May, 2023\nAnn: I moved to Bergen in spring.\nBen: I did not know that.\n\n"
-        "2023-06-01\nAnn: I have bought a boat.\nBen: Which colour has it got?",
+        "Session 1, 1:56 pm on 8 May, 2023\nAnn: I moved to Bergen. It rains.\nBen: Really?\n\n"
+        "2023-06-01\nAnn: Yes, and I bought a boat.\nIt is a blue one with two sails.",
         [
-            'Ann said: "I moved to Bergen in spring." on 8 May, 2023.',
-            'Ben said: "I did not know that." on 8 May, 2023.',
-            'Ann said: "I have bought a boat." on 2023-06-01.',
-            'Ben said: "Which colour has it got?" on 2023-06-01.',
+            'Ann said: "I moved to Bergen. It rains." on 8 May, 2023. '
+            'Ben said: "Really?" on 8 May, 2023.',
+            'Ann said: "Yes, and I bought a boat." on 2023-06-01.',
+            "It is a blue one with two sails.",
         ],
     ),
     "a remark with a date": (
@@ -257,10 +264,46 @@ def test_each_kind_of_text_keeps_its_meaning(name, tokenizer):
     assert not list_turns(text.split("\n"))
 
 
+def test_a_text_shorter_than_a_passage_is_refused(tokenizer):
+    message = "^text must hold a passage of at least 5 words to be studied, got 'Too short.'"
+    with pytest.raises(ValueError, match=message):
+        split_passages(tokenizer, "Too short.", 64)
+
+
+@pytest.mark.parametrize(
+    ("page", "subject"),
+    [
+        (
+            "The tower of Skarn Point was built in 1868. It is old and high.",
+            "The tower of Skarn Point",
+        ),
+        ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
+        # A late name.
+        ("It is said that in those days nobody dared to cross the Red Hill. It is high.", ""),
+    ],
+)
+def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, tokenizer):
+    first, *others = split_passages(tokenizer, page)
+    assert first.subject == subject and first.introduces == bool(subject)
+    for other in others:
+        assert other.subject == subject and not other.introduces
+
+
 @pytest.mark.parametrize("name", DIALOGUES)
 def test_a_dialogue_has_speakers_in_turns(name, tokenizer):
     text, passages = DIALOGUES[name]
     assert texts_of(split_passages(tokenizer, text, 300)) == passages
+
+
+def test_a_long_turn_is_split_into_its_sentences(tokenizer):
+    said = "I moved to the town of Bergen. It rains there on most days of the year."
+    talk = f"Ann: {said}\nBen: Is that so, Ann?\nAnn: It has rained for nine weeks."
+    assert texts_of(split_passages(tokenizer, talk, 20)) == [
+        'Ann said: "I moved to the town of Bergen."',
+        'Ann said: "It rains there on most days of the year."',
+        'Ben said: "Is that so, Ann?"',
+        'Ann said: "It has rained for nine weeks."',
+    ]
 
 
 TITLED = {
@@ -341,12 +384,12 @@ def test_a_title_is_the_subject_and_a_heading_begins_a_passage(name, tokenizer):
 
 
 def test_a_dialogue_within_prose_is_one(tokenizer):
-    talk = DIALOGUES["two speakers"]
+    talk, turns = DIALOGUES["two speakers"]
     prose = "The club met in the hut at the old mill.\nIt was a very cold day.\nNobody had brought a coat."
-    text = f"{prose}\n\n{talk[0]}\n\n{prose}"
-    passages = split_passages(tokenizer, text, 300)
-    assert texts_of(passages) == [*prose.split("\n"), *talk[1], *prose.split("\n")]
-    assert [passage.subject for passage in passages[3:7]] == ["Ann", "Ben", "Ann", "Ben"]
+    passages = split_passages(tokenizer, f"{prose}\n\n{talk}\n\n{prose}", 300)
+    assert texts_of(passages) == [*prose.split("\n"), *turns, *prose.split("\n")]
+    speakers = ["Ann", "Ben", "Ann", "Ben"]
+    assert [passage.subject for passage in passages] == [*[""] * 3, *speakers, *[""] * 3]
 
 
 def test_a_long_answer_is_divided_after_its_question(tokenizer):
@@ -355,15 +398,17 @@ def test_a_long_answer_is_divided_after_its_question(tokenizer):
     passages = texts_of(split_passages(tokenizer, text, 40))
     assert len(passages) > 2
     assert all(passage.startswith("Q: What does it carry?") for passage in passages[:-1])
-    assert all(any(sentence in passage for passage in passages) for sentence in sentences)
+    joined = " ".join(passages)
+    assert all(sentence in joined for sentence in sentences)
 
 
 def test_a_wide_row_is_divided_after_its_first_cell(tokenizer):
-    columns = [f"column{number}" for number in range(12)]
-    text = ",".join(columns) + "\n" + ",".join(f"value{number}" for number in range(12))
-    passages = texts_of(split_passages(tokenizer, text, 60))
+    columns = ",".join(f"column{number}" for number in range(12))
+    passages = texts_of(
+        split_passages(tokenizer, f"{columns}\n{columns.replace('column', 'value')}", 60)
+    )
     assert len(passages) > 1
-    assert [passage for passage in passages if not passage.startswith("column0: value0; ")] == []
+    assert all(passage.startswith("column0: value0; ") for passage in passages)
     assert "column11: value11" in passages[-1]
 
 
@@ -372,6 +417,14 @@ def test_no_passage_is_too_long(name, tokenizer):
     text, _ = (CASES | DIALOGUES)[name]
     for passage in split_passages(tokenizer, text, 24):
         assert len(tokenizer(passage.text)["input_ids"]) <= 24
+
+
+def test_a_sentence_longer_than_the_window_is_cut(tokenizer):
+    sentence = "one two three four five six " * 20
+    pieces = texts_of(split_passages(tokenizer, sentence, 32))
+    assert " ".join(pieces) == sentence.strip()
+    assert all(len(tokenizer(piece)["input_ids"]) <= 32 for piece in pieces)
+    assert split_passages(tokenizer, "a b c d e " + "x" * 500, 32)  # no space to cut at
 
 
 def test_code_survives_as_an_answer(tokenizer):

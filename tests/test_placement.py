@@ -11,12 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from locas_peft import backbone
 from locas_peft.asking import Answerer, Question
 from locas_peft.bases import choose_device, load_base, placing
-from locas_peft.memories import load_memory, memory_attached
+from locas_peft.memories import memory_attached
 from locas_peft.model import CausalLM
 from locas_peft.selfstudy import Exchange
 from locas_peft.stages import Place, ReadSettings, StudySettings, read, score, study
-
-LAYERS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +30,12 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("base")
     tokenizer = backbone.load()[1]
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 1024,
-        "num_hidden_layers": LAYERS,
-        "head_dim": 16,
-    }
     config = Qwen3Config(
-        **shape,
         vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        head_dim=16,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
@@ -55,8 +50,12 @@ def split(folder, monkeypatch):
     sizes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     monkeypatch.setattr(placing, "get_max_memory", lambda: {"cpu": int(0.95 * sizes)})
     base, _ = load_base(str(folder))
-    assert set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
+    assert is_split(base)
     return base
+
+
+def is_split(base) -> bool:
+    return set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
 
 
 def test_accelerate_chooses_device_and_dtype():
@@ -93,6 +92,7 @@ def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_p
         with memory_attached(base, tmp_path / name) as model:
             scores[name] = score(model, ids, readings[name].settings)
         assert base(ids[None, :8]).logits.isfinite().all()
+    assert is_split(base)
     assert readings["split"].nll_nats == pytest.approx(readings["whole"].nll_nats, abs=1e-3)
     assert scores["split"] == pytest.approx(scores["whole"], rel=1e-4)
 
@@ -122,30 +122,15 @@ def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
     assert len(answerer.answer([Question(exchange.question)])) == 1
 
 
-def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatch):
-    ids = torch.arange(5, 69)
-    whole, _ = load_base(str(folder))
-    settings = ReadSettings(r=4, window=32, stride=16, anchor=0.0)
-    read(whole, ids, settings, Place(out=tmp_path / "memory"))
-    expected = load_memory(whole, tmp_path / "memory")(input_ids=ids[None]).logits
-    base = split(folder, monkeypatch)
-    model = load_memory(base, tmp_path / "memory")
-    assert torch.allclose(model(input_ids=ids[None]).logits, expected, atol=1e-5)
-    assert set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
-
-
 @pytest.mark.parametrize(
-    ("name", "quantize", "message"),
+    ("name", "quantize", "package", "message"),
     [
-        ("locas_peft/tinybook-glu", "nf4", "^quantize is for a folder or a name .*, got 'nf4' "),
-        ("folder", "int3", "^quantize must be one of nf4, int8, got 'int3': choose one of them$"),
-        ("folder", "nf4", "^quantize must have .* without bitsandbytes: pip install bitsandbytes$"),
+        (backbone.NAME, "nf4", "installed", "^quantize is for a folder or a name .*, got 'nf4' "),
+        ("folder", "int3", "installed", "^quantize must be one of nf4, int8, got 'int3': choose"),
+        ("folder", "nf4", None, "^quantize must have .* without bitsandbytes: pip install"),
     ],
 )
-def test_refused_quantisations(name, quantize, message, folder, monkeypatch):
-    if "without" in message:
-        monkeypatch.setattr(placing.importlib.util, "find_spec", lambda package: None)
-    elif quantize == "nf4":
-        monkeypatch.setattr(placing.importlib.util, "find_spec", lambda package: object())
+def test_refused_quantisations(name, quantize, package, message, monkeypatch):
+    monkeypatch.setattr(placing.importlib.util, "find_spec", lambda _: package)
     with pytest.raises(ValueError, match=message):
-        load_base(str(folder) if name == "folder" else name, quantize=quantize)
+        load_base(name, quantize=quantize)

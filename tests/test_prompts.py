@@ -19,45 +19,34 @@ def tokenizer():
     return backbone.load()[1]
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+
+
 def test_a_chat_template_is_used_where_there_is_one(tokenizer):
     assert encode_prompt(tokenizer, "Who?") == tokenizer("Who?")["input_ids"]
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-    )
+    tokenizer.chat_template = TEMPLATE
     assert tokenizer.decode(encode_prompt(tokenizer, "Who?")) == "<user>Who?<answer>"
 
 
 def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tokenizer):
-    turns = [
-        {"role": role, "content": f"number {n}"}
-        for n, role in enumerate(["user", "assistant"] * 2 + ["user"])
-    ]
-    assert fit_turns(tokenizer, turns, None) == tokenizer("number 4")["input_ids"], (
-        "no template: the last message"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-    )
-    lengths = [len(encode_turns(tokenizer, turns[first:])) for first in (0, 2, 4)]
-    for most_tokens, first in (
-        (None, 0),
-        (lengths[0], 0),
-        (lengths[0] - 1, 2),
-        (lengths[2], 4),
-        (1, 4),
-    ):
-        assert fit_turns(tokenizer, turns, most_tokens) == encode_turns(tokenizer, turns[first:])
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    system, *turns = [{"role": role, "content": f"number {n}"} for n, role in enumerate(roles)]
+    # Without a template: the last message.
+    assert fit_turns(tokenizer, turns, None) == tokenizer("number 5")["input_ids"]
+    tokenizer.chat_template = TEMPLATE
+    parts = [encode_turns(tokenizer, turns[first:]) for first in (0, 2, 4)]
+    whole, last = len(parts[0]), len(parts[2])
+    for most_tokens, part in ((None, 0), (whole, 0), (whole - 1, 1), (last, 2), (1, 2)):
+        assert fit_turns(tokenizer, turns, most_tokens) == parts[part]
     assert len(turns) == 5
-    system = {"role": "system", "content": "Be brief."}
     assert fit_turns(tokenizer, [system, *turns], 1) == encode_turns(tokenizer, [system, turns[4]])
 
 
 def make_words_tokenizer():
-    """A tokenizer of the SentencePiece kind, which leaves out the blank before the first token that it decodes."""
+    """A tokenizer that leaves out the blank before the first token that it decodes."""
     words = ["<unk>", "\u2581What", "\u2581is", "\u2581it", "<eos>", "<|end|>", "\u2581Reply"]
-    backend = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    )
+    numbers = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
     made.add_special_tokens({"additional_special_tokens": ["<|end|>"]})

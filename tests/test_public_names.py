@@ -1,4 +1,4 @@
-"""Examples, benchmarks and documentation use public names only: those in the `__all__` of their module."""
+"""Examples, benchmarks and documentation use names in the `__all__` of their module only."""
 
 import ast
 import importlib
@@ -13,31 +13,34 @@ FOLDERS = ("examples", "benchmarks", "docs")
 FENCE = re.compile(r"^```(?:python|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def list_sources() -> list[tuple[str, str]]:
-    """Return (name, source) of each script, and of each Python block in a Markdown page."""
-    scripts = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    pages = [
-        ROOT / "README.md",
-        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
-    ]
-    sources = [(path, path.read_text(encoding="utf-8")) for path in sorted(scripts)]
-    sources += [
-        (path, block)
-        for path in sorted(pages)
-        for block in FENCE.findall(path.read_text(encoding="utf-8"))
-    ]
-    return [(str(path.relative_to(ROOT)), source) for path, source in sources]
+def list_sources() -> list:
+    """Return the source of each script, and of each Python block in a Markdown page."""
+    paths = [ROOT / "README.md"]
+    for folder in FOLDERS:
+        paths += sorted((ROOT / folder).rglob("*.*"))
+    sources = []
+    for path in paths:
+        name = str(path.relative_to(ROOT))
+        if path.suffix == ".py":
+            sources.append(pytest.param(path.read_text(encoding="utf-8"), id=name))
+        elif path.suffix == ".md":
+            blocks = FENCE.findall(path.read_text(encoding="utf-8"))
+            sources += [pytest.param(block, id=name) for block in blocks]
+    return sources
 
 
 def is_module(name: str) -> bool:
-    parent = name.rpartition(".")[0]
-    if parent and not (is_module(parent) and hasattr(importlib.import_module(parent), "__path__")):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        # The name before it is of no package.
         return False
-    return importlib.util.find_spec(name) is not None
 
 
 def find_problem(module: str, name: str) -> str | None:
-    """Return what is wrong with a name that is taken from a module; None for a public name or submodule."""
+    """Return what is wrong with a name that is taken from a module; None for a public one."""
+    if "._" in module:
+        return f"{module} is private"
     if name in getattr(importlib.import_module(module), "__all__", ()):
         return None
     if not name.startswith("_") and is_module(f"{module}.{name}"):
@@ -46,39 +49,37 @@ def find_problem(module: str, name: str) -> str | None:
 
 
 def list_problems(source: str) -> list[str]:
-    """Return what is wrong with the names of ours that a script imports, and that it takes from imported modules."""
-    tree, modules, problems = ast.parse(source), {}, []
+    """Return what is wrong with our names that a script imports, or takes from our modules."""
+    tree = ast.parse(source)
+    # Our modules by the script's names, and the names that are taken from a module.
+    modules = {}
+    taken = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "locas_peft":
-            problems += [find_problem(node.module, alias.name) for alias in node.names]
-            paths = {
-                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
-            }
-            modules |= {name: path for name, path in paths.items() if is_module(path)}
-            imported = [node.module]
+        if isinstance(node, ast.ImportFrom) and is_ours(node.module):
+            for alias in node.names:
+                taken.append((node.module, alias.name))
+                path = f"{node.module}.{alias.name}"
+                if "._" not in path and is_module(path):
+                    modules[alias.asname or alias.name] = path
         elif isinstance(node, ast.Import):
-            ours = [alias for alias in node.names if alias.name.split(".")[0] == "locas_peft"]
-            modules |= {
-                alias.asname or "locas_peft": alias.name if alias.asname else "locas_peft"
-                for alias in ours
-            }
-            imported = [alias.name for alias in ours]
-        else:
-            continue
-        problems += [f"{path} is private" for path in imported if "._" in path]
+            for alias in node.names:
+                if is_ours(alias.name) and alias.asname:
+                    modules[alias.asname] = alias.name
+                elif is_ours(alias.name):
+                    modules["locas_peft"] = "locas_peft"
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in modules
-        ):
-            problems.append(find_problem(modules[node.value.id], node.attr))
+        is_of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_of_name and node.value.id in modules:
+            taken.append((modules[node.value.id], node.attr))
+    problems = [find_problem(*pair) for pair in taken]
     return [problem for problem in problems if problem]
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(source, id=name) for name, source in list_sources()]
-)
+def is_ours(module: str | None) -> bool:
+    return (module or "").split(".")[0] == "locas_peft"
+
+
+@pytest.mark.parametrize("source", list_sources())
 def test_only_public_names_are_used(source):
     assert list_problems(source) == []
 
@@ -89,6 +90,8 @@ def test_only_public_names_are_used(source):
         ("from locas_peft import register", "register is not in locas_peft.__all__"),
         ("from locas_peft import __version__", "__version__ is not in locas_peft.__all__"),
         ("from locas_peft.stages import _detach", "_detach is not in locas_peft.stages.__all__"),
+        ("from locas_peft.stages._x import y", "locas_peft.stages._x is private"),
+        ("import locas_peft.stages._x as x\nx.y", "locas_peft.stages._x is private"),
         (
             "from locas_peft import stages\nstages._detach",
             "_detach is not in locas_peft.stages.__all__",

@@ -11,7 +11,6 @@ from locas_peft.asking import (
     count_right,
     load_questions,
 )
-from locas_peft.asking import answers as answers_module
 
 
 def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
@@ -22,26 +21,20 @@ def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
     assert load_questions(path) == [Question("Who\u2028came?")]
     lines = ["{", '{"question": "Who?"}', '{"answer": "x"}', '{"question": 3}', "[]"]
     lines += ['{"question": "", "answer": 1}', '{"question": "Who?", "answer": " "}']
-    path.write_text("\n".join(lines))
-    message = r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6, 7: correct or"
-    with pytest.raises(ValueError, match=message):
-        load_questions(path)
-    path.write_bytes(b'{"question": "Qui \xe9tait-ce ?"}')
-    message = r"^questions must be UTF-8 text, got .* \(invalid .*\): convert it$"
-    with pytest.raises(ValueError, match=message):
-        load_questions(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="^questions must be one a line, got none in"):
-        load_questions(path)
+    for content, message in (
+        ("\n".join(lines).encode(), r"maybe `answer`, .* in line 1, 3, 4, 5, 6, 7: correct or"),
+        (b'{"question": "Qui \xe9tait-ce ?"}', r"^questions must be UTF-8 text, .*: convert it$"),
+        (b"\n", "^questions must be one a line, got none in"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_questions(path)
 
 
 def test_answers_come_in_the_order_of_the_questions():
     model, tokenizer = backbone.load()
-    questions = [
-        Question("Who?"),
-        Question("What is the name of the keeper of the house?"),
-        Question("When?"),
-    ]
+    texts = ["Who?", "What is the name of the keeper of the house?", "When?"]
+    questions = [Question(each) for each in texts]
     answerer = Answerer(model, tokenizer, max_new_tokens=4)
     together = answerer.answer(questions)
     assert [answer.question for answer in together] == questions
@@ -51,11 +44,11 @@ def test_answers_come_in_the_order_of_the_questions():
 
 
 def test_answers_are_counted_where_a_gold_answer_is_known():
-    known = Question("Who?", "the keeper")
-    answers = [Answer(known, "A keeper."), Answer(known, "It was the keeper"), Answer(known, "")]
-    assert [answer.right for answer in answers] == [True, True, False]
-    assert Answer(Question("Who?"), "A keeper.").right is None
-    assert count_right([*answers, Answer(Question("Who?"), "A keeper.")]) == 2
+    known, unknown = Question("Who?", "the keeper"), Question("Who?")
+    answers = [Answer(known, text) for text in ("A keeper.", "It was the keeper", "")]
+    answers.append(Answer(unknown, "A keeper."))
+    assert [answer.right for answer in answers] == [True, True, False, None]
+    assert count_right(answers) == 2
 
 
 def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings_say():
@@ -79,13 +72,14 @@ def chat_base():
     return model, tokenizer
 
 
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
 def test_a_conversation_is_continued_as_its_prompt_and_shown_while_it_is_written(chat_base):
     model, tokenizer = chat_base
-    turns = [
-        {"role": "user", "content": "Once upon a time"},
-        {"role": "assistant", "content": "there was a king."},
-        {"role": "user", "content": "And then?"},
-    ]
+    reply = {"role": "assistant", "content": "there was a king."}
+    turns = [user("Once upon a time"), reply, user("And then?")]
     shown = []
     answerer = Answerer(model, tokenizer, max_new_tokens=5)
     one, other = answerer.reply([turns, turns[:1]], on_text=shown.append)
@@ -97,26 +91,18 @@ def test_a_conversation_is_continued_as_its_prompt_and_shown_while_it_is_written
     assert answerer.reply([turns[:1]]) == [other]
 
 
-def test_the_context_stands_before_the_last_message(chat_base, monkeypatch):
-    model, tokenizer = chat_base
-    seen = []
-    monkeypatch.setattr(
-        answers_module, "continue_texts", lambda *args, **_: seen.append(args[2][0]) or [""]
-    )
-    turns = [{"role": "user", "content": text} for text in ("Hello?", "Who lit it?")]
-    Answerer(model, tokenizer, context="Peder lit it.").reply([turns])
+def test_the_context_stands_before_the_last_message(chat_base):
+    answerer = Answerer(*chat_base, context="Peder lit it.")
+    prompt = answerer._encode([user("Hello?"), user("Who lit it?")])
     expected = "user: Hello?\nuser: Read this text.\n\nPeder lit it.\n\nWho lit it?\nassistant:"
-    assert tokenizer.decode(seen[0]) == expected
+    assert chat_base[1].decode(prompt) == expected
 
 
 def test_the_oldest_turns_are_left_out_and_a_message_that_does_not_fit_is_refused(chat_base):
-    model, tokenizer = chat_base
-    turns = [{"role": "user", "content": "word " * 900}] * 2
-    turns.insert(1, {"role": "assistant", "content": "Fine."})
-    answerer = Answerer(model, tokenizer, max_new_tokens=300)
-    assert answerer._encode(turns) == answerer._encode(turns[2:])
-    message = {"role": "user", "content": "word " * 2000}
-    with pytest.raises(
-        ValueError, match="^message and max_new_tokens must fit the model's 2048 positions, got "
-    ):
-        answerer.reply([[message]])
+    long = user("word " * 900)
+    turns = [long, {"role": "assistant", "content": "Fine."}, long]
+    answerer = Answerer(*chat_base, max_new_tokens=300)
+    assert answerer._encode(turns) == answerer._encode([long])
+    message = "^message and max_new_tokens must fit the model's 2048 positions, got "
+    with pytest.raises(ValueError, match=message):
+        answerer.reply([[user("word " * 2000)]])

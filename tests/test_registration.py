@@ -28,11 +28,10 @@ def test_added_member_is_a_member():
     member = add_member(Colour, "BLUE")
     assert Colour.BLUE is Colour("BLUE") is Colour["BLUE"] is member
     assert list(Colour) == ["RED", "BLUE"]
-    assert member == "BLUE" and hash(member) == hash("BLUE")
-    assert member.value == member.name == "BLUE"
+    assert member == member.value == member.name == "BLUE" and hash(member) == hash("BLUE")
     assert repr(member) == "<Colour.BLUE: 'BLUE'>"
     assert str(member) == str(Colour.RED).replace("RED", "BLUE")
-    assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) is member
+    assert pickle.loads(pickle.dumps(member)) is copy.deepcopy(member) is member
     assert add_member(Colour, "BLUE") is member and len(Colour) == 2
     with pytest.raises(ValueError):
         Colour("GREEN")
@@ -74,16 +73,15 @@ def test_import_registers_and_does_nothing_else():
 @pytest.mark.parametrize("version", ["1.0.0.dev0", "0.22.0rc1"])
 def test_a_newer_peft_is_used_with_one_line(version, monkeypatch):
     monkeypatch.setattr(peft, "__version__", version)
-    message = rf"^locas_peft works with PEFT {NEWEST_TESTED}, got {version} \("
+    message = rf"^locas_peft works with PEFT {NEWEST_TESTED}, got {version} \(.*newer locas_peft$"
     with pytest.warns(UserWarning, match=message) as found:
         registration._check_peft()
-    (line,) = found
-    assert str(line.message).endswith("or a newer locas_peft")
+    assert len(found) == 1
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_tested_peft_is_used_without_a_word(monkeypatch):
     monkeypatch.setattr(peft, "__version__", f"{NEWEST_TESTED}.99")
+    # Warnings are errors.
     registration._check_peft()
 
 
@@ -100,9 +98,8 @@ def test_a_tested_peft_is_used_without_a_word(monkeypatch):
 )
 def test_a_peft_of_another_form_is_refused(name, other, reason, monkeypatch):
     monkeypatch.setattr(registration, name, other)
-    with pytest.raises(ImportError, match=f"^locas_peft works with PEFT.*{reason}") as caught:
+    with pytest.raises(ImportError, match=f"^locas_peft works with PEFT.*{reason}.*newer locas"):
         registration._check_peft()
-    assert str(caught.value).endswith("or a newer locas_peft")
 
 
 @pytest.mark.slow

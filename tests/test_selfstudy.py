@@ -1,23 +1,25 @@
 """Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
-import json
+import itertools
 import math
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from training import assert_same, weights_of
 
 from locas_peft import backbone, demo, selfstudy, text
-from locas_peft.asking import continue_rows, draw, encode_prompt, encode_question
+from locas_peft.asking import encode_question
 from locas_peft.bases import loading
-from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
-from locas_peft.model import CausalLM
+from locas_peft.memories import CHECKPOINT_FOLDER
 from locas_peft.selfstudy import (
     Exchange,
     Passage,
@@ -54,7 +56,7 @@ GIVEN = [
     Exchange("Who built the house?", "The old man."),
     Exchange("What came from the river?", "A stone."),
 ]
-LEARNS = {"passes": 20, "learning_rate": 2e-2}
+READ = ReadSettings(r=4, window=256, stride=64, anchor=0)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,7 @@ def keeps_all(monkeypatch):
     """Every reply is a question, and a block has one passage, so that there are several."""
     monkeypatch.setattr(writing, "_ask", ask_without_filter)
     monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
+    monkeypatch.setattr(writing, "_QUESTION_TOKENS", 4)
     for module in (writing, selfstudy.study):
         monkeypatch.setattr(module, "BLOCK", 1)
     monkeypatch.setattr(distillation, "BATCH", 2)
@@ -79,21 +82,17 @@ def keeps_all(monkeypatch):
 
 @pytest.fixture
 def few_topics(monkeypatch):
-    """The base answers a fifth of the questions about other things."""
+    """The base answers a fifth of the other questions, and writes a quarter of the texts."""
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:4])
+    monkeypatch.setattr(distillation, "OWN_TEXTS", 4)
 
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, written, *_):
-    prompts = [
-        encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)
-    ]
-    replies = continue_rows(host, prompts, 4, choose=draw(1.0, generator))
     asked = [passage for passage in passages for _ in range(per_passage)]
     written.asked += len(asked)
-    return [
-        (passage, tokenizer.decode(reply) + "?")
-        for passage, reply in zip(asked, replies, strict=True)
-    ]
+    requests = [(passage.text, "") for passage in asked]
+    replies = writing.write_replies(host, tokenizer, requests, generator)
+    return [(passage, f"{reply}?") for passage, reply in zip(asked, replies, strict=True)]
 
 
 def settings_of(method: str = "locas-glu", **given) -> StudySettings:
@@ -101,162 +100,94 @@ def settings_of(method: str = "locas-glu", **given) -> StudySettings:
     return complete(StudySettings(method=method, **fields))
 
 
-def learn(
-    loaded, input_ids, settings, *, exchanges=None, start=None, on_step=None, **place
-) -> StudyRecord:
+@pytest.fixture(scope="module")
+def learn(loaded, input_ids):
     """Study a text, from the beginning of the stage to its record."""
-    return study(
-        *loaded,
-        input_ids,
-        settings,
-        Place(**place),
-        exchanges=exchanges,
-        start=start,
-        on_step=on_step,
-    )
+
+    def run(settings, *, exchanges=None, start=None, on_step=None, **place) -> StudyRecord:
+        options = {"exchanges": exchanges, "start": start, "on_step": on_step}
+        return study(*loaded, input_ids, settings, Place(**place), **options)
+
+    return run
+
+
+def place_of(folder: Path) -> dict:
+    """Return where a study is saved, with a checkpoint after each step."""
+    checkpoint_dir = folder / CHECKPOINT_FOLDER
+    return {"out": folder, "checkpoint_dir": checkpoint_dir, "checkpoint_seconds": 0}
+
+
+def stop_at(phase: str, done: int = 1):
+    """Return what interrupts a study after a step."""
+
+    def stop(step):
+        if step.phase == phase and step.done >= done:
+            raise KeyboardInterrupt
+
+    return stop
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def examples_of(kept: list[lessons.Lesson], tokenizer) -> list[distillation.Example]:
-    return [
-        distillation.Example(encode_question(tokenizer, *each.word(0)), each, each.answer)
-        for each in kept
-    ]
+def answers_in(folder: Path) -> list[str]:
+    return [exchange.answer for exchange in load_exchanges(folder / EXCHANGES)]
 
 
-def texts_of(passages: list[Passage]) -> list[str]:
-    return [passage.text for passage in passages]
+@contextmanager
+def distilled(loaded, *, former: distillation.Former | None = None, **fields):
+    """Yield a distillation of the given exchanges into a fresh LoRA."""
+    base, tokenizer = loaded
+    settings = StudySettings(**{"passes": 1, "learning_rate": 1e-3, **fields})
+    with attached(base, settings_of("lora")) as model:
+        yield distillation.Distillation(model, tokenizer, GIVEN, settings, former=former)
 
 
-def same(first: Path, second: Path) -> bool:
-    one, other = weights(first), weights(second)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def measure_others(learned: distillation.Distillation) -> torch.Tensor:
+    """Return the mean KL of a model on the base's greedy answers to other questions."""
+    examples = []
+    for lesson in lessons.write_replay_lessons(learned._model, learned._tokenizer):
+        assert torch.equal(lesson.answer, lesson.candidates[:, 0])
+        prompt = encode_question(learned._tokenizer, *lesson.word(0))
+        examples.append(distillation.Example(prompt, lesson, lesson.answer))
+    return torch.cat(learned._measure(examples)).mean()
 
 
-# Passages and the file
+# The file
 
 
-def test_passages_are_sentences_and_short_ones_join_the_one_before(loaded):
-    page = "The first house is made of stone. It fell. The second house is made of wood!\nAnd the third one of straw."
-    assert texts_of(split_passages(loaded[1], page, 64)) == [
-        "The first house is made of stone. It fell.",
-        "The second house is made of wood!",
-        "And the third one of straw.",
-    ]
-
-
-def test_a_dialogue_becomes_reported_turns_with_their_dates_and_speakers(loaded):
-    talk = """Session 1, 1:56 pm on 8 May, 2023
-Ann: I moved to Bergen. It rains.
-Ben: Really?
-
-2023-06-01
-Ann: Yes, and I bought a boat for the summer.
-It is a blue one with two sails."""
-    assert split_passages(loaded[1], talk, 64) == [
-        Passage(
-            'Ann said: "I moved to Bergen. It rains." on 8 May, 2023. Ben said: "Really?" on 8 May, 2023.',
-            "Ann",
-        ),
-        Passage('Ann said: "Yes, and I bought a boat for the summer." on 2023-06-01.', "Ann"),
-        Passage("It is a blue one with two sails."),
-    ]
-
-
-def test_a_long_turn_is_split_into_its_sentences(loaded):
-    said = "I moved to the town of Bergen. It rains there on most days of the year."
-    talk = f"Ann: {said}\nBen: Is that so, Ann?\nAnn: It has rained for nine weeks."
-    assert texts_of(split_passages(loaded[1], talk, 20)) == [
-        'Ann said: "I moved to the town of Bergen."',
-        'Ann said: "It rains there on most days of the year."',
-        'Ben said: "Is that so, Ann?"',
-        'Ann said: "It has rained for nine weeks."',
-    ]
-
-
-@pytest.mark.parametrize(
-    ("page", "subject"),
-    [
-        (
-            "The tower of Skarn Point was built in 1868. It is old and high.",
-            "The tower of Skarn Point",
-        ),
-        ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
-        (
-            "It is said that in those days nobody dared to cross the Red Hill. It is high and steep.",
-            "",
-        ),  # a late name
-    ],
-)
-def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded):
-    first, second = split_passages(loaded[1], page)
-    assert first.subject == second.subject == subject
-    assert first.introduces == bool(subject) and not second.introduces
-
-
-def test_a_sentence_longer_than_the_window_is_cut(loaded):
-    sentence = "one two three four five six " * 20
-    pieces = texts_of(split_passages(loaded[1], sentence, 32))
-    assert " ".join(pieces) == " ".join(sentence.split())
-    assert all(len(loaded[1](piece)["input_ids"]) <= 32 for piece in pieces)
-    assert split_passages(loaded[1], "a b c d e " + "x" * 500, 32)  # no space to cut at
-    titled = ["The chair of the club is Dr. Ines B. Oyango.", "She came from St. Malo in 1911."]
-    assert texts_of(split_passages(loaded[1], " ".join(titled), 64)) == titled
-
-
-def test_a_text_shorter_than_a_passage_is_refused(loaded):
-    message = "^text must hold a passage of at least 5 words to be studied, got 'Too short.'"
-    with pytest.raises(ValueError, match=message):
-        split_passages(loaded[1], "Too short.", 64)
-
-
-def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
+def test_a_window_without_room_for_a_passage_is_refused(learn):
     message = r"^window must be at least 192 tokens to study a text, got 128: raise it"
     with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of(window=128))
+        learn(settings_of(window=128))
 
 
 def test_exchanges_are_saved_and_loaded(tmp_path):
-    exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
-    save_exchanges(tmp_path / "e.jsonl", exchanges)
-    assert load_exchanges(tmp_path / "e.jsonl") == exchanges
-    written = (tmp_path / "e.jsonl").read_bytes()
-    assert hashlib.sha256(written).hexdigest() == digest_exchanges(exchanges)
-    (tmp_path / "e.jsonl").write_text(
-        '\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8"
-    )
-    assert load_exchanges(tmp_path / "e.jsonl") == [Exchange("Who?", "She")]
-
-
-def test_the_space_around_a_subject_does_not_count(tmp_path):
     path = tmp_path / EXCHANGES
-    path.write_text('{"question": "Who?", "answer": "He.", "subject": "  "}')
-    assert load_exchanges(path) == [Exchange("Who?", "He.")]
+    exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
+    save_exchanges(path, exchanges)
+    assert load_exchanges(path) == exchanges
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == digest_exchanges(exchanges)
+    # The space around a subject does not count.
+    path.write_text('\ufeff{"question": "Who?", "answer": "She", "subject": " "}\n\n', "utf-8")
+    assert load_exchanges(path) == [Exchange("Who?", "She")]
 
 
 def test_each_broken_line_is_named(tmp_path):
-    path = tmp_path / "e.jsonl"
-    good = json.dumps({"question": "Who?", "answer": "She"})
+    path = tmp_path / EXCHANGES
+    good = '{"question": "Who?", "answer": "She"}'
     broken = [
-        "{",
         '{"question": "Who?"}',
-        "[]",
         '{"question": "", "answer": "x"}',
         '{"question": 1, "answer": "x"}',
         '{"question": "Who? \\ud800", "answer": "x"}',
     ]
     path.write_text("\n".join([good, broken[0], good, *broken[1:]]))
-    message = r"got something else in line 2, 4, 5, 6, 7, 8: correct or delete them$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="in line 2, 4, 5, 6: correct or delete them$"):
         load_exchanges(path)
     path.write_text(good + "\n3")
-    with pytest.raises(ValueError, match=r"in line 2: correct or delete it$"):
-        load_exchanges(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="^exchanges must be one a line, got none in"):
+    with pytest.raises(ValueError, match="in line 2: correct or delete it$"):
         load_exchanges(path)
 
 
@@ -280,20 +211,12 @@ def test_a_question_has_a_word_of_its_passage(question, passage, introduces, abo
 
 def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
     passage = Passage("The tower was built by Elias Thorne.", "The tower")
-    monkeypatch.setattr(writing, "_ask", lambda *_: [(passage, "Who built the tower?")])
-    (written,) = writing.write_exchanges(*loaded, [passage], 4)
-    assert written.exchanges[0] == Exchange("Who built the tower?", passage.text, "The tower")
-    assert [each.answer for each in written.exchanges[1:]] == [passage.text] * 2, (
-        "asked for by its own words"
-    )
     other = Passage("The lamp burned whale oil.")
+    monkeypatch.setattr(writing, "_ask", lambda *_: [(passage, "Who built the tower?")])
     (written,) = writing.write_exchanges(*loaded, [passage, other], 4)
-    assert {each.answer for each in written.exchanges} == {passage.text, other.text}, (
-        "by its words alone"
-    )
-    writing_on = writing.write_exchanges(*loaded, [passage] * (writing.BLOCK + 1), 1)
-    next(writing_on)
-    assert torch.is_grad_enabled(), "between two blocks"
+    first, *by_words = written.exchanges
+    assert first == Exchange("Who built the tower?", passage.text, "The tower")
+    assert [each.answer for each in by_words] == [passage.text] * 2 + [other.text] * 2
 
 
 @pytest.mark.parametrize(
@@ -309,21 +232,13 @@ def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
             "Qui est le capitaine du bateau ?",
             "Qui a dit cela ?",
         ),
-        (
-            "李明在一九九九年开了一家书店。书店在小河的边上。",
-            "谁开了书店？",
-            "Who has that?",
-        ),
+        ("李明在一九九九年开了一家书店。书店在小河的边上。", "谁开了书店？", "Who has that?"),
         ("The ferry leaves at seven.", "Who leaves at seven?", "Who has that?"),
     ],
 )
-def test_questions_are_in_the_language_of_the_text(
-    text_of_page, question, other, loaded, monkeypatch
-):
+def test_questions_are_in_the_language_of_the_text(text_of_page, question, other, monkeypatch):
     """An English question about a German text taught no answer to a German one."""
-    tokenizer = loaded[1]
     passage = Passage(text_of_page)
-    words = find_question_words(text_of_page)
     begins = []
 
     def reply(host, tokenizer, requests, generator):
@@ -332,8 +247,9 @@ def test_questions_are_in_the_language_of_the_text(
 
     monkeypatch.setattr(writing, "write_replies", reply)
     written = writing.WrittenBlock()
-    found = writing._ask(None, tokenizer, [passage], 2, None, written, words)[0]
-    assert found == (passage, question)
+    words = find_question_words(text_of_page)
+    found = writing._ask(None, None, [passage], 2, None, written, words)
+    assert found[0] == (passage, question)
     assert question.startswith(begins[0])
     assert other in written.dropped
     assert find_question_words("Το πλοίο φεύγει στις επτά.").beginnings == ("",)
@@ -341,20 +257,18 @@ def test_questions_are_in_the_language_of_the_text(
 
 def test_words_of_all_passages_tell_none_of_them_apart():
     """A question about a column's name was learned with each row of a table."""
-    stations = ("Thornby", "Wexcombe", "Saltney", "Dunmere")
-    rows = [Passage(f"Station: {name}; Opened: {1870 + i}") for i, name in enumerate(stations)]
+    stations = {"Thornby": 1870, "Wexcombe": 1871, "Saltney": 1872, "Dunmere": 1873}
+    rows = [Passage(f"Station: {name}; Opened: {year}") for name, year in stations.items()]
     shared = writing._list_shared_words(rows)
     assert shared == {"station", "opened"}
     assert not writing._list_shared_words(rows[:3])
-    # Names of three letters do not count as words.
-    names = [Passage(f"Name: {name}") for name in ("Ada", "Bob", "Eve", "Tom")]
-    alone = writing._list_shared_words(names)
-    assert alone == {"name"} and writing.is_about("What is the name?", names[0], alone)
     assert not writing.is_about("When was the station opened?", rows[0], shared)
     assert writing.is_about("When was the station Thornby opened?", rows[0], shared)
     generator = torch.Generator().manual_seed(0)
     asked = writing._ask_by_words(rows[0].text, 20, generator, shared=shared)
     assert asked and all("Thornby" in question or "1870" in question for question in asked)
+    # Names of three letters do not count as words.
+    assert writing.is_about("What is the name?", Passage("Name: Ada"), frozenset({"name"}))
 
 
 def test_a_passage_is_asked_for_by_its_own_words():
@@ -362,11 +276,13 @@ def test_a_passage_is_asked_for_by_its_own_words():
     questions = writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
     assert len(set(questions)) == 5
     assert questions == writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
-    named = [
-        question.removesuffix("?").split(" about ")[1].split(" and ") for question in questions
-    ]
-    assert {len(phrases) for phrases in named} == {1, 2}
-    assert {phrase for phrases in named for phrase in phrases} <= set(writing.list_phrases(passage))
+    phrases = writing.list_phrases(passage)
+    counts = set()
+    for question in questions:
+        named = question.removesuffix("?").split(" about ")[1].split(" and ")
+        assert set(named) <= set(phrases)
+        counts.add(len(named))
+    assert counts == {1, 2}
     assert writing._ask_by_words("to be or not", 5, torch.Generator()) == []
 
 
@@ -376,68 +292,35 @@ def test_phrases_lie_within_a_clause_and_begin_and_end_with_a_long_word():
     assert phrases == expected.split(", ")
 
 
-def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
-    _, tokenizer = loaded
+def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(monkeypatch):
     first, second = Passage("A passage {subject}."), Passage("Another stone.")
+    old, here = "Who passage was old?", "Who was the passage from here?"
+    stone, other_stone = "Who stone is it?", "Who has that stone?"
     replies = {
-        first: iter(
-            [
-                " passage was old?",
-                " was he.",
-                " passage was  old? Yes",
-                " was the passage from here?",
-            ]
-        ),
-        second: iter([" stone is it?", " has that stone?"]),
+        first: iter([old, "Who was he.", "Who passage was  old? Yes", here]),
+        second: iter([stone, other_stone]),
     }
-    rounds = []
 
-    def reply(host, prompts, *_, **__):
-        shown = [tokenizer.decode(prompt) for prompt in prompts]
-        rounds.append(["stone" in prompt for prompt in shown])
-        texts = [
-            next(replies[second if "stone" in prompt else first], " more?") for prompt in shown
-        ]
-        return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
+    def reply(host, tokenizer, requests, generator):
+        asked = [second if "stone" in request else first for request, _ in requests]
+        return [next(replies[passage], "Who more?") for passage in asked]
 
-    monkeypatch.setattr(writing, "continue_rows", reply)
+    def ask(passages):
+        words = QuestionWords(("Who",), (), "")
+        return writing._ask(None, None, passages, 2, None, written, words)
+
+    monkeypatch.setattr(writing, "write_replies", reply)
     written = writing.WrittenBlock()
-    words = QuestionWords(("Who",), (), "")
-    questions = writing._ask(None, tokenizer, [first, second], 2, None, written, words)
-    assert questions == [
-        (first, "Who passage was old?"),
-        (first, "Who was the passage from here?"),
-        (second, "Who stone is it?"),
-        (second, "Who has that stone?"),
+    assert ask([first, second]) == [
+        (first, old),
+        (first, here),
+        (second, stone),
+        (second, other_stone),
     ]
-    assert rounds == [
-        [False, False, True, True],
-        [False],
-        [False],
-    ]  # a near-duplicate is asked for once more
+    # For a near-duplicate and a reply that is no question, one more is asked.
     assert written.asked == 6 and written.dropped == ["Who was he."]
-    assert not writing._ask(
-        None, tokenizer, [first], 2, None, writing.WrittenBlock(), words
-    )  # it gives up
-    assert len(rounds) == 3 + writing.ROUNDS
-
-
-# Decoding
-
-
-def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
-    model, tokenizer = loaded
-    prompts = [
-        tokenizer(start)["input_ids"]
-        for start in ("The old man", "A stone from the river was the", "It")
-    ]
-    together = lessons._answer(CausalLM(model), tokenizer, prompts)
-    for prompt, (ids, candidates, targets) in zip(prompts, together, strict=True):
-        ((alone, _, _),) = lessons._answer(CausalLM(model), tokenizer, [prompt])
-        assert torch.equal(alone, ids) and torch.equal(ids, candidates[:, 0])
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        assert torch.allclose(logits.softmax(-1).gather(1, candidates), targets, atol=1e-4)
+    assert not ask([first]), "it gives up"
+    assert written.asked == 6 + 2 * writing.ROUNDS
 
 
 # Lessons
@@ -462,83 +345,77 @@ def test_an_answer_is_learned_in_every_wording_with_the_subject_and_without_it(l
 
 @pytest.mark.parametrize("method", ["locas-glu", "lora"])
 def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
-    method, loaded, input_ids, tmp_path
+    method, learn, loaded, input_ids, tmp_path
 ):
-    base, tokenizer = loaded
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    settings = settings_of(method, **LEARNS)
-    record = learn(loaded, input_ids, settings, exchanges=GIVEN, out=tmp_path / "m")
-    assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
-    assert load_exchanges(tmp_path / "m" / EXCHANGES) == GIVEN
-    assert record.kept == 2 and record.steps <= LEARNS["passes"]
+    base = loaded[0]
+    before = weights_of(base)
+    settings = settings_of(method, passes=20, learning_rate=2e-2)
+    again = {"out": tmp_path, "resume": True}
+    record = learn(settings, exchanges=GIVEN, **again)
+    assert_same(weights_of(base), before)
+    assert load_exchanges(tmp_path / EXCHANGES) == GIVEN
+    assert record.kept == 2 and record.steps <= 20
     first, last = record.kl_nats
     assert last < 0.5 * first
-    assert load_records(tmp_path / "m") == [record]
-    again = {"out": tmp_path / "m", "resume": True}
-    assert learn(loaded, input_ids, settings, exchanges=GIVEN, **again) == record
-    with pytest.raises(ValueError, match="holds the memory of other exchanges"):
-        learn(loaded, input_ids, settings, exchanges=GIVEN[:1], **again)
+    assert learn(settings, exchanges=GIVEN, **again) == record
+    for others, whose in ((GIVEN[:1], "other exchanges"), (None, "exchanges that were given")):
+        with pytest.raises(ValueError, match=f"holds the memory of {whose}"):
+            learn(settings, exchanges=others, **again)
     # A reading replaces the memory, and its exchanges too.
-    plain = ReadSettings(method=method, r=4, window=256, stride=64, anchor=0)
+    plain = dataclasses.replace(READ, method=method)
     with pytest.raises(ValueError, match="holds the memory of a study: choose another folder"):
         read(base, input_ids, plain, Place(**again))
-    read(base, input_ids, plain, Place(out=tmp_path / "m", overwrite=True))
-    assert not (tmp_path / "m" / EXCHANGES).exists()
+    read(base, input_ids, plain, Place(out=tmp_path, overwrite=True))
+    assert not (tmp_path / EXCHANGES).exists()
 
 
 def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keeps_all, monkeypatch):
     base, tokenizer = loaded
-    passages = split_passages(tokenizer, PAGE, 64)[:1]
-    (alone,) = writing.write_exchanges(base, tokenizer, passages, 2)
+    passages = split_passages(tokenizer, PAGE, 64)
+    (alone,) = writing.write_exchanges(base, tokenizer, passages[:1], 2)
+    rows = []
+    measure = distillation.Distillation._measure
+
+    def record(learned, examples):
+        rows.extend(examples)
+        return measure(learned, examples)
+
+    monkeypatch.setattr(distillation.Distillation, "_measure", record)
     with attached(base, settings_of("lora")) as model:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
-        (written,) = writing.write_exchanges(model, tokenizer, passages, 2)
+        (written,) = writing.write_exchanges(model, tokenizer, passages[:1], 2)
         assert written.exchanges == alone.exchanges
-        rows = []
-        measure = distillation.Distillation._measure
-        monkeypatch.setattr(
-            distillation.Distillation,
-            "_measure",
-            lambda self, each: rows.extend(each) or measure(self, each),
-        )
         settings = StudySettings(exchanges=2, passes=3, learning_rate=1e-3)
         study = SelfStudy(model, tokenizer, input_ids, settings)
-        for _ in study.run():
-            pass
-    prompts = [prompt for prompt, _, _ in rows]
-    assert len(prompts) == 3 * len(study.exchanges) == 18
-    shown = [tokenizer.decode(prompt) for prompt in prompts]
-    assert not any(
-        passage.text in prompt
-        for passage in split_passages(tokenizer, PAGE, 64)
-        for prompt in shown
-    )
-    assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
+        list(study.run())
+    prompts = [tokenizer.decode(row.prompt) for row in rows]
+    assert not any(passage.text in prompt for passage in passages for prompt in prompts)
+    for exchange in study.exchanges:
+        assert any(exchange.question in prompt for prompt in prompts)
 
 
 def test_the_time_is_estimated_before_a_study_and_a_text_that_is_too_long_is_refused(
-    loaded, input_ids, monkeypatch, caplog
+    learn, monkeypatch, caplog
 ):
-    with caplog.at_level("INFO"), attached(loaded[0], settings_of()) as model:
-        study = SelfStudy(model, loaded[1], input_ids, settings_of(), given=GIVEN)
-        next(study.run())
+    with caplog.at_level("INFO"):
+        learn(settings_of(), exchanges=GIVEN)
     assert "studies about 2 exchanges; this takes about 1 min" in caplog.text
     monkeypatch.setattr(selfstudy.study, "MOST_PASSAGES", 2)
     message = "^text must have at most 2 passages to be studied, got 3: study a part of it with "
     with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of())
+        learn(settings_of())
 
 
-def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
+def test_exchanges_are_written_block_by_block_and_then_learned(learn, keeps_all):
     steps = []
-    record = learn(loaded, input_ids, settings_of(), on_step=steps.append)
-    assert [(step.phase, step.done, step.total) for step in steps] == [
-        *(("write", done, 3) for done in (1, 2, 3)),
-        *(("learn", done, 6) for done in range(1, 7)),  # 6 lessons in batches of 2, twice
+    record = learn(settings_of(), on_step=steps.append)
+    # 6 lessons in batches of 2, twice.
+    assert [(step.phase, step.done, step.total, step.exchanges) for step in steps] == [
+        *(("write", done, 3, 2 * done) for done in (1, 2, 3)),
+        *(("learn", done, 6, 6) for done in range(1, 7)),
     ]
-    assert [step.exchanges for step in steps] == [2, 4, 6, *[6] * 6]
     assert [len(step.written) for step in steps] == [2, 2, 2, *[0] * 6]
     assert record.asked == record.kept == 6 and not record.samples
 
@@ -552,105 +429,79 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
     ],
 )
 def test_an_interruption_changes_no_bit(
-    at, known_nats, given, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch
+    at, known_nats, given, learn, keeps_all, few_topics, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(schedule, "KNOWN_NATS", known_nats)
     settings = settings_of(**given)
-
-    def interrupt(step):
-        if step.phase == at[0] and step.done >= at[1]:
-            raise KeyboardInterrupt
-
-    learn(loaded, input_ids, settings, out=tmp_path / "whole", checkpoint_seconds=0)
-    broken = {
-        "out": tmp_path / "b",
-        "checkpoint_dir": tmp_path / "b" / CHECKPOINT_FOLDER,
-        "checkpoint_seconds": 0,
-    }
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    place = place_of(broken)
+    learn(settings, out=whole)
     with pytest.raises(KeyboardInterrupt):
-        learn(loaded, input_ids, settings, on_step=interrupt, **broken)
-    state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
-    assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
-    learned = state["distillation"]
-    assert (learned is None) == (at[0] == "write")
-    progress = learned["schedule"]["progress"] if learned else []
-    assert any(known for _, _, known in progress) == (known_nats == 20.0)
+        learn(settings, on_step=stop_at(*at), **place)
     steps = []
     torch.manual_seed(99)
-    learn(loaded, input_ids, settings, on_step=steps.append, resume=True, **broken)
+    learn(settings, on_step=steps.append, resume=True, **place)
     assert steps[0].phase == at[0] and steps[0].done > at[1]
-    assert same(tmp_path / "whole", tmp_path / "b")
-    assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (
-        tmp_path / "b" / EXCHANGES
-    ).read_bytes()
-    assert not (tmp_path / "b" / CHECKPOINT_FOLDER).exists()
+    assert_same(weights(whole), weights(broken))
+    assert (whole / EXCHANGES).read_bytes() == (broken / EXCHANGES).read_bytes()
+    assert not (broken / CHECKPOINT_FOLDER).exists()
 
 
 def test_an_interruption_of_the_first_exchange_keeps_what_was_read(
-    loaded, input_ids, monkeypatch, tmp_path
+    learn, loaded, input_ids, monkeypatch, tmp_path
 ):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
-    out = tmp_path / "m"
-    read(loaded[0], input_ids, settings, Place(out=out), tokenizer=loaded[1])
-    before = weights(out)
+    read(loaded[0], input_ids, READ, Place(out=tmp_path), tokenizer=loaded[1])
+    before = weights(tmp_path)
     monkeypatch.setattr(writing, "_ask", interrupt)
-    options = {"start": out, "out": out, "checkpoint_dir": out / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        learn(loaded, input_ids, settings_of(), **options)
-    after = weights(out)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert [record.kind for record in load_records(out)] == ["read"]
+        learn(settings_of(), start=tmp_path, **place_of(tmp_path))
+    assert_same(weights(tmp_path), before)
+    assert [record.kind for record in load_records(tmp_path)] == ["read"]
     # The study has taken no step that its state could be saved after.
-    assert not (out / CHECKPOINT_FOLDER).exists()
+    assert not (tmp_path / CHECKPOINT_FOLDER).exists()
 
 
-def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
-    options = {
-        "out": tmp_path,
-        "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER,
-        "checkpoint_seconds": 0,
-    }
-
-    def interrupt(step):
-        raise KeyboardInterrupt
-
+def test_other_exchanges_than_those_of_the_checkpoint_are_refused(learn, tmp_path):
+    place = place_of(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        learn(loaded, input_ids, settings_of(), exchanges=GIVEN, on_step=interrupt, **options)
+        learn(settings_of(), exchanges=GIVEN, on_step=stop_at("learn"), **place)
     message = "^exchanges must be those that the checkpoint was begun with, got others"
     with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of(), exchanges=GIVEN[:1], resume=True, **options)
+        learn(settings_of(), exchanges=GIVEN[:1], resume=True, **place)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_study_that_keeps_no_exchange_is_refused_and_saves_nothing(
-    checkpoints, loaded, input_ids, monkeypatch, tmp_path
+    checkpoints, learn, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(writing, "is_about", lambda *_: False)
     monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
+    monkeypatch.setattr(writing, "_QUESTION_TOKENS", 4)
     out = tmp_path / "m"
-    place = {"out": out}
-    if checkpoints:
-        place |= {"checkpoint_dir": out / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
-    message = (
-        r"^nothing was studied: the model wrote no usable exchange \(samples: .+ \| .+ \| .+\): "
-        "choose a larger model, one with a chat template, or give exchanges$"
-    )
-    with pytest.raises(ValueError, match=message) as e:
-        learn(loaded, input_ids, settings_of(exchanges=8), **place)
+    place = place_of(out) if checkpoints else {"out": out}
     # Three replies of the model.
-    assert str(e.value).count(" | ") == 2 and "\n" not in str(e.value)
+    message = (
+        r"^nothing was studied: .* \(samples: [^|]+ \| [^|]+ \| [^|]+\): choose a larger model"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        learn(settings_of(), **place)
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rate_falls_to_zero(loaded, input_ids):
-    base, tokenizer = loaded
-    with attached(base, settings_of()) as model:
-        settings = StudySettings(passes=5, learning_rate=1e-3)
-        study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
-        rates = [study._distillation._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
+def step(learned: distillation.Distillation) -> float:
+    """Take a step and return its learning rate."""
+    learned.step()
+    return learned._learner.optimizer.param_groups[0]["lr"]
+
+
+def test_the_rate_falls_to_zero(loaded):
+    with distilled(loaded, passes=5) as learned:
+        rates = [step(learned) for _ in range(5)]
+    assert learned.is_done
     warmup = [step / (distillation.WARMUP_STEPS + 1) for step in range(1, 6)]
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
 
@@ -661,105 +512,73 @@ def test_a_study_needs_a_learning_rate(loaded, input_ids):
         SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
 
 
-def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
-    base, tokenizer = loaded
-    usual = math.ceil(
-        2 * distillation.LEAST_STEPS * distillation.BATCH / len(GIVEN)
-    )  # no rows tell passages apart
+def test_more_passes_than_usual_have_a_lower_rate(loaded):
+    # No rows tell passages apart.
+    usual = math.ceil(2 * distillation.LEAST_STEPS * distillation.BATCH / len(GIVEN))
     first = []
     for passes in (None, usual, 4 * usual):
-        with attached(base, settings_of()) as model:
-            settings = StudySettings(passes=passes, learning_rate=1e-3)
-            study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
-            next(study.run())
-            first.append(study._distillation._learner.optimizer.param_groups[0]["lr"])
+        with distilled(loaded, passes=passes) as learned:
+            first.append(step(learned))
     assert first[0] == first[1] == 2 * first[2]
 
 
-def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
-    base, tokenizer = loaded
+def test_the_anchor_keeps_other_answers(loaded, few_topics):
     divergence = {}
     for anchor in (0.0, 30.0):
-        with attached(base, settings_of(r=16)) as model:
-            settings = StudySettings(passes=12, learning_rate=2e-2, anchor=anchor)
-            study = SelfStudy(model, tokenizer, input_ids, settings, given=GIVEN)
-            for _ in study.run():
-                pass
-            kept = lessons.write_replay_lessons(model, tokenizer)
-            with torch.no_grad():
-                divergence[anchor] = (
-                    torch.cat(study._distillation._measure(examples_of(kept, tokenizer)))
-                    .mean()
-                    .item()
-                )
-    assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
+        with distilled(loaded, passes=12, learning_rate=2e-2, anchor=anchor) as learned:
+            while not learned.is_done:
+                learned.step()
+            divergence[anchor] = measure_others(learned).item()
+    assert 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
-def test_the_anchors_texts_begin_with_words_of_the_answers(loaded):
-    base, tokenizer = loaded
-    settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0, seed=3)
-    begins = []
-    for _ in range(2):
-        with attached(base, settings_of("lora")) as model:
-            learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-            begins.append([list(ids) for ids in learned._anchor.texts.settings["beginnings"]])
-        answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
-        for begin in begins[-1]:
-            assert any(begin == ids[at : at + 2] for ids in answers for at in range(len(ids) - 1))
-        places = sum(len(ids) - 1 for ids in answers)
-        assert len({tuple(begin) for begin in begins[-1]}) == places
-    assert begins[0] == begins[1]
+def list_parts(ids: list[int], count: int) -> list[list[int]]:
+    return [ids[at : at + count] for at in range(len(ids) - count + 1)]
 
 
-def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(loaded):
-    base, tokenizer = loaded
-    settings = StudySettings(passes=1, learning_rate=1e-3, anchor=1.0)
-    answers = [text.encode_text(tokenizer, exchange.answer) for exchange in GIVEN]
-    page = f"{PAGE} {PAGE}"
-    ids = text.encode_text(tokenizer, page)
-    most = distillation.FORMER_BEGINNING
-    assert len(ids) > most
-    for kept in ("", page):
-        with attached(base, settings_of("lora")) as model:
-            former = distillation.Former("default", text=kept)
-            learned = distillation.Distillation(model, tokenizer, GIVEN, settings, former=former)
-            beginnings = learned._anchor.texts.settings["beginnings"]
-        assert [beginning in answers for beginning in beginnings[::2]] == [True] * 8
-        for beginning in beginnings[1::2]:
-            if kept:
-                places = range(len(ids) - most + 1)
-                assert any(beginning == ids[place : place + most] for place in places)
-            else:
-                assert beginning in answers
+@pytest.fixture(scope="module")
+def answers(loaded):
+    """The token ids of the given answers."""
+    return [text.encode_text(loaded[1], exchange.answer) for exchange in GIVEN]
 
 
-def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids, few_topics):
-    base, tokenizer = loaded
-    with attached(base, settings_of("lora")) as model:  # a fresh LoRA adds nothing
-        settings = StudySettings(passes=1, learning_rate=1e-3)
-        learned = distillation.Distillation(model, tokenizer, GIVEN, settings)
-        kept = lessons.write_replay_lessons(model, tokenizer)
-        divergence = torch.cat(learned._measure(examples_of(kept, tokenizer))).mean()
+def list_beginnings(loaded, **options) -> list[list[int]]:
+    """Return the tokens that the anchor's texts of a study begin with."""
+    with distilled(loaded, anchor=1.0, **options) as learned:
+        return learned._anchor.texts.settings["beginnings"]
+
+
+def test_the_anchors_texts_begin_with_words_of_the_answers(loaded, answers):
+    begins = list_beginnings(loaded)
+    assert list_beginnings(loaded) == begins
+    places = [part for ids in answers for part in list_parts(ids, distillation.BEGINNING)]
+    assert sorted(map(tuple, places)) == sorted({tuple(begin) for begin in begins})
+
+
+@pytest.mark.parametrize("kept", ["", f"{PAGE} {PAGE}"])
+def test_every_second_text_of_the_anchor_begins_with_the_former_memorys_text(kept, loaded, answers):
+    begins = list_beginnings(loaded, former=distillation.Former("default", text=kept))
+    places = answers
+    if kept:
+        places = list_parts(text.encode_text(loaded[1], kept), distillation.FORMER_BEGINNING)
+    assert len(begins) == distillation.OWN_TEXTS
+    assert all(begin in answers for begin in begins[::2])
+    assert all(begin in places for begin in begins[1::2])
+
+
+def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, few_topics):
+    with distilled(loaded) as learned:  # a fresh LoRA adds nothing
+        divergence = measure_others(learned)
         divergence.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        gradients = [each.grad for each in learned._model.parameters() if each.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3
 
 
-def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(
-    loaded, input_ids
-):
+def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(learn):
     long = Exchange("Who came?", "A man. " * 2000)
     message = r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"
     with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of(), exchanges=[GIVEN[0], long])
-
-
-def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_ids, tmp_path):
-    place = {"out": tmp_path, "resume": True}
-    record = learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place)
-    assert learn(loaded, input_ids, settings_of(), exchanges=GIVEN, **place) == record
-    with pytest.raises(ValueError, match="holds the memory of exchanges that were given"):
-        learn(loaded, input_ids, settings_of(), **place)
+        learn(settings_of(), exchanges=[GIVEN[0], long])
 
 
 @pytest.mark.slow
@@ -830,16 +649,16 @@ CORRECTED = ["Ida Berg", "in 1911", "on the rock"]
 
 
 @pytest.fixture(scope="module")
-def former(loaded, input_ids, tmp_path_factory):
+def former(tmp_path_factory, learn):
     folder = tmp_path_factory.mktemp("former") / "memory"
     given = [Exchange("Who?", "Elias Thorne"), Exchange("Where?", "on the rock")]
-    learn(loaded, input_ids, settings_of(), out=folder, exchanges=given)
+    learn(settings_of(), out=folder, exchanges=given)
     return folder
 
 
-def go_on(loaded, input_ids, start, out, **options):
-    options = {"exchanges": OTHER, "start": start, "out": out, **options}
-    return learn(loaded, input_ids, settings_of(), **options)
+@pytest.fixture(scope="module")
+def go_on(learn):
+    return functools.partial(learn, settings_of(), exchanges=OTHER)
 
 
 def test_a_question_in_the_same_words_corrects_the_earlier_answer():
@@ -849,74 +668,50 @@ def test_a_question_in_the_same_words_corrects_the_earlier_answer():
     assert correct(earlier, correct(earlier, new)) == [*new, earlier[1]]  # of a resumed study
 
 
-def test_a_memory_goes_on_with_its_slots_and_its_exchanges(loaded, input_ids, former, tmp_path):
+def test_a_memory_goes_on_with_its_exchanges_resumes_exactly_and_may_replace_itself(
+    go_on, loaded, former, tmp_path
+):
+    whole, memory = tmp_path / "whole", tmp_path / "memory"
     names = [name for name, _ in loaded[0].named_modules()]
-    record = go_on(loaded, input_ids, former, tmp_path / "memory")
+    go_on(start=former, out=whole)
     assert names == [name for name, _ in loaded[0].named_modules()]
-    kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
-    assert [each.answer for each in kept] == ["Ida Berg", "in 1911", "on the rock"]
-    assert record.given and record.asked == 2 and record.kept == 2
-    assert load_records(tmp_path / "memory") == [*load_records(former), record]
-    before, after, afresh = weights(former), weights(tmp_path / "memory"), tmp_path / "afresh"
-    learn(loaded, input_ids, settings_of(), out=afresh, exchanges=OTHER)
-    moved = {
-        name: (after[name] - before[name]).norm()
-        for name in after
-        if name.endswith("locas_up.weight")
-    }
-    assert moved and all(0 < each < before[name].norm() for name, each in moved.items())
-    assert not same(tmp_path / "memory", afresh)
-
-
-def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(
-    loaded, input_ids, former, tmp_path
-):
-    go_on(loaded, input_ids, former, tmp_path / "whole")
-    shutil.copytree(former, tmp_path / "memory")
-
-    def stop(step):
-        if step.phase == "learn":
-            raise KeyboardInterrupt
-
-    options = {"checkpoint_dir": tmp_path / "memory" / "checkpoint", "checkpoint_seconds": 0}
+    shutil.copytree(former, memory)
+    place = place_of(memory)
     with pytest.raises(KeyboardInterrupt):
-        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_step=stop, **options)
-    assert same(tmp_path / "memory", former)
-    message = "holds an unfinished reading or study: go on with --resume, or give --overwrite$"
-    with pytest.raises(ValueError, match=message):
-        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
-    options["resume"] = True
-    record = go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
-    assert same(tmp_path / "memory", tmp_path / "whole")
-    assert go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options) == record
+        go_on(start=memory, on_step=stop_at("learn"), **place)
+    assert_same(weights(memory), weights(former))
+    with pytest.raises(ValueError, match="holds an unfinished reading or study: go on with --res"):
+        go_on(start=memory, **place)
+    record = go_on(start=memory, resume=True, **place)
+    assert record.given and record.asked == 2 and record.kept == 2
+    assert load_records(memory) == [*load_records(former), record]
+    assert answers_in(memory) == CORRECTED
+    assert_same(weights(memory), weights(whole))
+    assert go_on(start=memory, resume=True, **place) == record
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(0, ["Elias Thorne", "on the rock"]), (1, CORRECTED)])
 def test_a_memory_whose_study_is_stopped_keeps_its_earlier_exchanges(
-    loaded, input_ids, former, tmp_path
+    steps, kept, loaded, input_ids, former, tmp_path
 ):
-    learned = ["Elias Thorne", "on the rock"]
-    for name, steps, kept in (("before", 0, learned), ("within", 1, CORRECTED)):
-        place = Place(out=tmp_path / name)
-        opened = open_study(*loaded, input_ids, settings_of(), place, start=former, exchanges=OTHER)
-        with opened as run:
-            for _ in zip(range(steps), run, strict=False):
-                pass
-            assert run.finish().stopped
-        answers = [each.answer for each in load_exchanges(tmp_path / name / EXCHANGES)]
-        assert answers == kept
+    place = Place(out=tmp_path)
+    opened = open_study(*loaded, input_ids, settings_of(), place, start=former, exchanges=OTHER)
+    with opened as run:
+        list(itertools.islice(run, steps))
+        assert run.finish().stopped
+    assert answers_in(tmp_path) == kept
 
 
 def test_a_record_has_no_replies_that_may_quote_the_text(loaded, input_ids, tmp_path):
     place = Place(out=tmp_path)
     with open_study(*loaded, input_ids, settings_of(), place, exchanges=OTHER) as run:
-        for _ in run:
-            pass
+        list(run)
         run.stage.study.samples.append("The keeper's secret")
         assert run.finish().samples == []
     assert "secret" not in (tmp_path / "record.json").read_text(encoding="utf-8")
 
 
-def test_a_memory_whose_replacement_was_stopped_midway_goes_on(loaded, input_ids, former, tmp_path):
+def test_a_memory_whose_replacement_was_stopped_midway_goes_on(former, tmp_path):
     memory = tmp_path / "memory"
     shutil.copytree(former, memory)
     (memory / ".locas-moving").mkdir()
@@ -924,75 +719,56 @@ def test_a_memory_whose_replacement_was_stopped_midway_goes_on(loaded, input_ids
     assert load_records(memory) == load_records(former)
 
 
-def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(
-    loaded, input_ids, former, tmp_path
-):
-    options = {"start": former, "out": tmp_path / "new"}
-    with pytest.raises(
-        ValueError,
-        match="^method must be 'locas-glu' as in the memory '.*' to go on with, got 'lora'",
+def test_a_memory_of_other_settings_or_without_a_record_cannot_go_on(learn, former, tmp_path):
+    bare, new = tmp_path / "bare", tmp_path / "new"
+    shutil.copytree(former, bare)
+    (bare / "record.json").unlink()
+    other_method, other_layers = settings_of("lora", r=2), settings_of(layers_to_transform="upper")
+    for start, settings, message in (
+        (former, other_method, "^method must be 'locas-glu' as in the memory '.*, got 'lora'"),
+        (former, other_layers, "^layers_to_transform must be None as in the memory .*: leave it"),
+        (bare, settings_of(), "must have a record.json, got none: choose one that a reading or"),
     ):
-        learn(loaded, input_ids, settings_of("lora", r=2), **options)
-    with pytest.raises(
-        ValueError,
-        match="^layers_to_transform must be None as in the memory .*, got 'upper': leave it",
-    ):
-        learn(loaded, input_ids, settings_of(layers_to_transform="upper"), **options)
-    shutil.copytree(former, tmp_path / "bare")
-    (tmp_path / "bare" / "record.json").unlink()
-    message = "must have a record.json, got none: choose one that a reading or a study made$"
-    with pytest.raises(ValueError, match=message):
-        learn(loaded, input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
-    assert not (tmp_path / "new").exists()
+        with pytest.raises(ValueError, match=message):
+            learn(settings, start=start, out=new)
+    assert not new.exists()
 
 
-def test_another_model_writes_the_questions(loaded, input_ids, keeps_all, tmp_path):
-    writer, writer_tokenizer = loading.load_base(backbone.MLP_NAME, device="cpu")
-    passages = split_passages(loaded[1], PAGE)
-    blocks = list(writing.write_exchanges(writer, writer_tokenizer, passages, 2))
+def test_another_model_writes_the_questions(learn, keeps_all, tmp_path):
+    model, tokenizer = loading.load_base(backbone.MLP_NAME, device="cpu")
+    passages = split_passages(tokenizer, PAGE)
+    blocks = writing.write_exchanges(model, tokenizer, passages, 2)
     written = [exchange for block in blocks for exchange in block.exchanges]
-    own_blocks = list(writing.write_exchanges(*loaded, passages, 2))
-    assert written != [exchange for block in own_blocks for exchange in block.exchanges]
-
     settings = settings_of(writer=backbone.MLP_NAME)
-    record = learn(loaded, input_ids, settings, out=tmp_path / "memory")
-
-    assert load_exchanges(tmp_path / "memory" / EXCHANGES) == written
+    record = learn(settings, out=tmp_path)
+    assert load_exchanges(tmp_path / EXCHANGES) == written
     assert record.settings.writer == backbone.MLP_NAME
 
 
-def test_a_writer_and_given_exchanges_exclude_each_other(loaded, input_ids):
+def test_a_writer_and_given_exchanges_exclude_each_other(learn):
     with pytest.raises(ValueError, match="got exchanges too: leave one of them out"):
-        learn(loaded, input_ids, settings_of(writer="smollm2"), exchanges=GIVEN)
+        learn(settings_of(writer="smollm2"), exchanges=GIVEN)
 
 
 @pytest.mark.parametrize("anchor", [0, 1.0])
 def test_a_study_that_follows_a_reading_is_pulled_to_the_memory_as_it_was(
     loaded, input_ids, tmp_path, anchor
 ):
-    settings = ReadSettings(r=4, window=256, stride=64, anchor=0)
-    out = tmp_path / "m"
     kept = PAGE if anchor else None
-    read(loaded[0], input_ids, settings, Place(out=out, kept_text=kept), tokenizer=loaded[1])
-    before = weights(out)
-    opened = open_study(
-        *loaded, input_ids, settings_of(anchor=anchor), Place(out=out), start=out, exchanges=GIVEN
-    )
+    place = Place(out=tmp_path, kept_text=kept)
+    read(loaded[0], input_ids, READ, place, tokenizer=loaded[1])
+    before = weights(tmp_path)
+    settings = settings_of(anchor=anchor)
+    opened = open_study(*loaded, input_ids, settings, place, start=tmp_path, exchanges=GIVEN)
     with opened as run:
-        model = run.stage._model
-        for _ in run:
-            pass
+        list(run)
         learned = run.stage.study._distillation
         assert (learned._anchor and learned._anchor.reference) == (REFERENCE if anchor else None)
         assert learned._former.text == (kept or "")
         former = get_peft_model_state_dict(
-            model, adapter_name=REFERENCE, save_embedding_layers=False
+            run.stage._model, adapter_name=REFERENCE, save_embedding_layers=False
         )
-        assert all(torch.equal(former[name], value) for name, value in before.items())
-        trained = [name for name, each in model.named_parameters() if each.requires_grad]
-        assert trained and not any(REFERENCE in name.split(".") for name in trained)
+        assert_same(former, before)
         run.finish()
-    after = weights(out)
-    assert after.keys() == before.keys()
-    assert not [file for file in out.iterdir() if file.is_dir()], "the former one is not saved"
-    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert weights(tmp_path).keys() == before.keys()
+    assert not [file for file in tmp_path.iterdir() if file.is_dir()], "the former one is not saved"

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from locas_peft.text import python_reference, split_sentences, unwrap
+from locas_peft.text import python_reference, split_sentences
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,6 @@ def test_a_hard_wrapped_sentence_goes_on_over_its_line_breaks():
         "- The first item of a list, which is long and goes on.",
         "- The second one.",
     ]
-
-
-def test_a_wrapped_text_has_the_sentences_of_its_unwrapped_form():
-    paragraph = (
-        "The observatory was founded in 1931 by the engineer Tamsin Velde, who paid for it. Its main "
-        "telescope, called the Heron, was ground in Lisbon. It stands above the village of Sant Brul."
-    )
-    words = paragraph.split()
-    wrapped = "\n".join(" ".join(words[start : start + 9]) for start in range(0, len(words), 9))
-    sentences = [" ".join(sentence.split()) for sentence in split_sentences(wrapped)]
-    assert sentences == split_sentences(unwrap(wrapped))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock
+from test_kills import without_times
 
 from locas_command import program as cli
 from locas_peft import processes
@@ -25,7 +25,6 @@ TEXTS = {
     "short": "He came from the sea and said nothing of it to her.",
 }
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
-TIMES = ("seconds", "tokens_per_second", "peak_bytes")
 
 
 def make_units(folder, count: int, made: list) -> list[Unit]:
@@ -38,30 +37,26 @@ def make_units(folder, count: int, made: list) -> list[Unit]:
 
 def test_each_result_is_made_once_and_what_exists_is_left(tmp_path):
     (tmp_path / "2.json").write_text("{}")
-    made = []
-    run_units(make_units(tmp_path, 4, made))
-    assert made == [0, 1, 3]
+    made, shown = [], []
+
+    def progress(description: str, total: int):
+        shown.append((description, total))
+        return lambda steps, note="": shown.append((steps, note))
+
+    run_units(make_units(tmp_path, 4, made), progress)
     run_units(make_units(tmp_path, 4, made))
     assert made == [0, 1, 3] and (tmp_path / "2.json").read_text() == "{}"
-    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "2.json", "3.json"], (
-        "no lock is left"
-    )
+    assert shown == [("3 results", 3), (1, "2 left"), (1, "1 left"), (1, "0 left")]
+    names = ["0.json", "1.json", "2.json", "3.json"]
+    assert sorted(os.listdir(tmp_path)) == names, "no lock is left"
 
 
-def test_a_unit_waits_for_the_one_that_it_needs(tmp_path):
+def test_a_unit_waits_for_the_one_that_it_needs_also_if_the_table_lacks_it(tmp_path):
     made = []
-    units = make_units(tmp_path, 3, made)
-    units[1] = dataclasses.replace(units[1], needs=units[2])
-    units[0] = dataclasses.replace(units[0], needs=units[1])
-    run_units(units)
+    first, second, third = make_units(tmp_path, 3, made)
+    second = dataclasses.replace(second, needs=third)
+    run_units([dataclasses.replace(first, needs=second), second])
     assert made == [2, 1, 0]
-
-
-def test_a_unit_that_is_needed_is_made_even_if_the_table_lacks_it(tmp_path):
-    made = []
-    needed, unit = make_units(tmp_path, 2, made)
-    run_units([dataclasses.replace(unit, needs=needed)])
-    assert made == [0, 1]
 
 
 def test_an_error_frees_the_unit_and_leaves_what_was_made(tmp_path):
@@ -78,30 +73,13 @@ def test_an_error_frees_the_unit_and_leaves_what_was_made(tmp_path):
     assert made == [0, 1, 2]
 
 
-def test_progress_tells_how_many_results_are_left(tmp_path):
-    made, shown = [], []
-    units = make_units(tmp_path, 3, made)
-    run_units(units[:1])
-
-    def progress(description: str, total: int):
-        assert (description, total) == ("2 results", 2)
-        return lambda steps, note="": shown.append((steps, note))
-
-    run_units(units, progress)
-    assert made == [0, 1, 2] and shown == [(1, "1 left"), (1, "0 left")]
-
-
 @pytest.fixture
 def as_process(monkeypatch):
     """Lets this process be one of several, which decide alike what each of them makes."""
 
     def set_process(index: int, count: int) -> None:
-        state = SimpleNamespace(
-            is_main_process=True,
-            num_processes=count,
-            process_index=index,
-            wait_for_everyone=lambda: None,
-        )
+        state = SimpleNamespace(is_main_process=True, num_processes=count, process_index=index)
+        state.wait_for_everyone = lambda: None
         monkeypatch.setattr(processes, "join_processes", lambda: state)
         monkeypatch.setattr(processes, "broadcast_object_list", lambda values: values)
 
@@ -110,13 +88,15 @@ def as_process(monkeypatch):
 
 def test_shares_are_whole_and_of_nearly_the_same_size(as_process):
     sizes = [1, 9, 3, 1, 8, 2, 7]
-    shares = []
+    pieces, sums = [], []
     for index in range(3):
         as_process(index, 3)
-        shares.append(processes.take_share(range(7), lambda piece: sizes[piece]))
-    assert sorted(piece for share in shares for piece in share) == list(range(7))
-    assert all(share == sorted(share) for share in shares)
-    assert sorted(sum(sizes[piece] for piece in share) for share in shares) == [8, 10, 13]
+        share = processes.take_share(range(7), lambda piece: sizes[piece])
+        assert share == sorted(share)
+        pieces += share
+        sums.append(sum(sizes[piece] for piece in share))
+    assert sorted(pieces) == list(range(7))
+    assert sorted(sums) == [8, 10, 13]
     as_process(4, 5)
     assert processes.take_share([1, 2], lambda piece: piece) == []
 
@@ -144,49 +124,30 @@ def test_an_error_of_the_first_process_is_raised_in_all(as_process):
     assert processes.in_first_process(lambda: 5) == 5
 
 
-def test_a_killed_process_does_not_block_the_others(tmp_path):
-    code = (  # without our imports, which take seconds
-        "import time; from pathlib import Path; from filelock import FileLock\n"
-        "with FileLock('0.json.lock'): Path('begun').touch(); time.sleep(600)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    try:
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        made = []
-        units = make_units(tmp_path, 1, made)
-        with pytest.raises(InUse, match="must have one holder"):
-            run_units(units)
-    finally:
-        process.kill()
-        process.wait()
-    run_units(units)
-    assert made == [0]
-    assert sorted(os.listdir(tmp_path)) == ["0.json", "begun"]
-
-
-def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_path):
+def test_a_unit_of_another_command_is_refused_and_what_a_killed_one_left_is_removed(tmp_path):
     made = []
-    unit = make_units(tmp_path, 1, made)[0]
-    run_units([unit])
-    unit.checkpoint.mkdir(parents=True)
-    for file in (tmp_path / "0.json.lock", unit.unfinished, unit.checkpoint / "checkpoint.pt"):
-        file.touch()
-    run_units([unit])
-    assert made == [0] and os.listdir(tmp_path) == ["0.json"]
+    (unit,) = make_units(tmp_path, 1, made)
+    with FileLock(unit.lock), pytest.raises(InUse, match="must have one holder"):
+        run_units([unit])
+    for _ in ("before its result", "after its result"):
+        unit.checkpoint.mkdir(parents=True)
+        for file in (unit.lock, unit.unfinished, unit.checkpoint / "checkpoint.pt"):
+            file.touch()
+        run_units([unit])
+        assert made == [0] and os.listdir(tmp_path) == ["0.json"]
 
 
 # ---------------------------------------------------------------------- the record of a run
 
 
-def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
-    methods = {"lora": ReadSettings(method="lora", **settings)}
+def open_as(folder, units, overwrite=False, methods=None, common=None, **settings) -> dict:
+    """Open a run, and return its record; the tests make the results themselves."""
+    methods = methods or {"lora": ReadSettings(method="lora", **settings)}
     run = Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite)
     with pytest.MonkeyPatch.context() as patch:
-        # The record alone: the tests below make the results themselves.
         patch.setattr(runs, "run_units", lambda units, progress: None)
         run.make("work", units)
+    return json.loads((folder / "work" / "run.json").read_text())
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -196,21 +157,16 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     run_units(units)
     open_as(tmp_path, units, r=8)
     for changed, message in (
-        (
-            {"r": 16},
-            r"^lora: r must be 8 as in the results in '.*', got 16: choose another folder, or give --overwrite$",
-        ),
+        ({"r": 16}, "lora: r must be 8 as in the results in '.*', got 16: choose another folder"),
         (
             {"r": 8, "common": {"data": {"sha": "1"}}},
-            r"^data must be None as in the results in .*, got {'sha': '1'}: ",
+            "data must be None as in .*, got {'sha': '1'}",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^{message}.*, or give --overwrite$"):
             open_as(tmp_path, units, **changed)
-    methods = {"other": ReadSettings(method="none")}
     more = [Unit(tmp_path / "work" / "3.json", dict)]
-    Run(None, None, methods, tmp_path, {"model": "m"}).make("work", more)
-    run = json.loads((tmp_path / "work" / "run.json").read_text())
+    run = open_as(tmp_path, more, methods={"other": ReadSettings(method="none")})
     assert run["methods"].keys() == {"lora", "other"}, "methods may be added"
     assert run["files"] == ["0.json", "1.json", "3.json"]
 
@@ -229,41 +185,30 @@ def test_a_checkpoint_binds_and_a_stale_lock_does_not(tmp_path):
 
 
 def test_overwrite_removes_the_results_of_the_run_and_no_other_file(tmp_path):
-    units = [Unit(tmp_path / "work" / "lora" / f"{name}.json", dict) for name in ("book", "other")]
+    folder = tmp_path / "work"
+    units = [Unit(folder / "lora" / f"{name}.json", dict) for name in ("book", "other")]
     open_as(tmp_path, units)
     run_units(units)
-    memory, unfinished = units[0].path.with_suffix(""), units[1].checkpoint
-    for file in (
-        memory / "adapter_config.json",
-        memory / "record.json",
-        unfinished / "checkpoint.pt",
-    ):
+    ours = ("lora/book/adapter_config.json", "lora/book/record.json")
+    foreign = ("notes.json", "lora/book/notes.txt", "lora/2/x.json")
+    unfinished = units[1].checkpoint / "checkpoint.pt"
+    for file in (*(folder / name for name in ours + foreign), unfinished):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("ours")
-    foreign = [
-        tmp_path / "work" / "notes.json",
-        memory / "notes.txt",
-        tmp_path / "work" / "lora" / "2" / "x.json",
-    ]
-    for file in foreign:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("mine")
-    open_as(tmp_path, units[:1], overwrite=True, r=16)
+        file.write_text("something")
+    run = open_as(tmp_path, units[:1], overwrite=True, r=16)
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {tmp_path / "work" / "run.json", *foreign}
-    run = json.loads((tmp_path / "work" / "run.json").read_text())
+    assert files == {folder / name for name in ("run.json", *foreign)}
     assert run["files"] == ["lora/book.json"] and run["methods"]["lora"]["r"] == 16
 
 
 def test_a_record_cannot_name_files_outside_its_folder(tmp_path):
     units = make_units(tmp_path / "work", 1, [])
-    open_as(tmp_path, units)
+    run = open_as(tmp_path, units)
     outside = [tmp_path / "mine.json", tmp_path / "work.json"]
     for file in outside:
         file.write_text("{}")
-    path = tmp_path / "work" / "run.json"
-    run = json.loads(path.read_text())
-    path.write_text(json.dumps({**run, "files": ["../mine.json", str(outside[1])]}))
+    run["files"] = ["../mine.json", str(outside[1])]
+    (tmp_path / "work" / "run.json").write_text(json.dumps(run))
     open_as(tmp_path, units, overwrite=True)
     assert all(file.exists() for file in outside)
 
@@ -283,45 +228,10 @@ def test_a_second_run_in_the_folder_is_refused(lock, tmp_path):
 # ---------------------------------------------------------------------- commands
 
 
-def start(*args, folder, **environment: str) -> subprocess.Popen:
-    """Start Python in a process."""
-    return subprocess.Popen(
-        [sys.executable, *args],
-        cwd=folder,
-        # Sums depend on the number of threads: as many as in this process.
-        env={**os.environ, **environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def find_free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Wait for a process; return its code, stdout and stderr."""
-    try:
-        out, err = process.communicate(timeout=600)
-        return process.returncode, out, err
-    finally:
-        process.kill()
-
-
-def run_here(*args) -> int:
-    """Run `locas eval` in this process; return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *args])
-    return ended.value.code
-
-
-def without_times(value):
-    if isinstance(value, dict):
-        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
-    return value
 
 
 @pytest.mark.slow
@@ -330,15 +240,18 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "short.txt", "--method", "none,lora,locas-glu", *FAST]
     monkeypatch.chdir(tmp_path)
+    # Sums depend on the number of threads: as many as in this process.
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launcher += ["--main_process_port", str(find_free_port()), "-m", "locas_peft", "eval"]
-    code, out, err = finish(
-        start(*launcher, *arguments, "--out", "two", "--overwrite", folder=tmp_path)
-    )
-    assert code == 0 and out.count("all tokens") == 1, err
+    command = [sys.executable, *launcher, *arguments, "--out", "two", "--overwrite"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("all tokens") == 1, done.stderr
 
-    assert run_here(*arguments, "--out", "one") == 0
-    assert capsys.readouterr().out == out.replace("two", "one")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *arguments, "--out", "one"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == done.stdout.replace("two", "one")
     one, two = (
         json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two")
     )

@@ -1,14 +1,16 @@
 """Sources: the sentence of a memory's stored text that supports an answer."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from families import logits, teach
 from peft import get_peft_model
 
 from locas_peft import LocasConfig, backbone, calibrate
-from locas_peft.asking import Answer, Question
+from locas_peft.asking import Answer, Question, encode_answer, encode_prompt
+from locas_peft.asking.prompts import WRITE_PROMPT
+from locas_peft.asking.scoring import score_targets
 from locas_peft.library import Library, add_sources, check_text, find_source, join_texts
 from locas_peft.library import source as module
 from locas_peft.library.source import CANDIDATES, score_question
@@ -21,6 +23,7 @@ SENTENCES = [
     "The lamp was made in Lisbon.",
     "His goats slept in the boat.",
 ]
+TALE = " ".join(SENTENCES)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +54,9 @@ def test_the_source_is_the_sentence_after_which_the_question_is_likeliest(prompt
 
 def test_the_base_compares_the_twenty_best_by_words_alone(prompts):
     others = [f"Boat number {number} has a red sail." for number in range(100)]
-    sentences = [*others, *SENTENCES]
-    prompts.likeliest = "red sail"
-    find_source(None, None, sentences, "Who lit the lamp in the boat of Peder?")
+    find_source(None, None, [*others, *SENTENCES], "Who lit the lamp in the boat of Peder?")
     (compared,) = prompts.texts
-    assert len(compared) == CANDIDATES
-    assert {SENTENCES[1], SENTENCES[2], SENTENCES[3]} <= {*compared}
+    assert len(compared) == CANDIDATES and {*SENTENCES[1:]} <= {*compared}
 
 
 @pytest.mark.parametrize("question", ["Welches Brot backt Hilda?", "?!", "李明什么时候开了书店？"])
@@ -72,39 +72,31 @@ def test_a_chinese_question_finds_its_sentence(prompts):
     assert find_source(None, None, sentences, "李明什么时候开了书店？") == sentences[0]
 
 
-def test_the_question_is_scored_by_the_base_after_the_beginning_and_the_sentence(base, monkeypatch):
+def test_the_question_is_scored_by_the_base_after_the_beginning_and_the_sentence(base):
     model, tokenizer = base
-    seen = []
-    score = module.score_targets
-
-    def remember(scored_model, pairs):
-        seen.extend(pairs)
-        return score(scored_model, pairs)
-
-    monkeypatch.setattr(module, "score_targets", remember)
-    question = "Who lit the lamp?"
-    nats = score_question(model, tokenizer, question, SENTENCES, SENTENCES[0])
-    assert len(nats) == len(SENTENCES) and all(value > 0 for value in nats)
-    texts = [tokenizer.decode(prompt) for prompt, _ in seen]
-    assert all(text.count(SENTENCES[0]) == 1 for text in texts)
-    assert all(sentence in text for sentence, text in zip(SENTENCES, texts, strict=True))
-    assert {tokenizer.decode(target).strip() for _, target in seen} == {question}
+    beginning, *others = SENTENCES
+    target = encode_answer(tokenizer, "Who lit the lamp?")
+    expected = []
+    for passage in (beginning, *(f"{beginning}\n{other}" for other in others)):
+        prompt = encode_prompt(tokenizer, WRITE_PROMPT.format(passage=passage))
+        expected += score_targets(model, [(prompt, target)])
+    nats = score_question(model, tokenizer, "Who lit the lamp?", SENTENCES, beginning)
+    assert nats == pytest.approx([score.nll_nats for score in expected], rel=1e-4)
 
 
 def test_a_memory_in_the_model_changes_no_score_and_stays_active():
     model, tokenizer = backbone.load()
     arguments = (tokenizer, "Who lit the lamp?", SENTENCES, SENTENCES[0])
     expected = score_question(model, *arguments)
-    ids = tokenizer(" ".join(SENTENCES), return_tensors="pt").input_ids
-    adapted = get_peft_model(model, LocasConfig(r=2, seed=1))
+    ids = tokenizer(TALE, return_tensors="pt").input_ids
+    adapted = get_peft_model(model, LocasConfig(r=2, seed=1)).eval()
     calibrate(adapted, [ids])
-    for name, parameter in adapted.named_parameters():
-        if "locas_down" in name:
-            torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(1))
-    adapted.eval()
-    before = adapted(ids).logits
+    teach(adapted)
+    before = logits(adapted, ids)
+    with adapted.disable_adapter():
+        assert not torch.equal(logits(adapted, ids), before)
     assert score_question(model, *arguments) == expected
-    assert torch.equal(adapted(ids).logits, before)
+    assert torch.equal(logits(adapted, ids), before)
 
 
 def test_sentences_longer_than_the_model_are_cut(base):
@@ -114,23 +106,20 @@ def test_sentences_longer_than_the_model_are_cut(base):
 
 def test_answers_get_the_source_of_their_memory(prompts, tmp_path):
     prompts.likeliest = "Peder"
-    (tmp_path / "lamp").mkdir()
-    (tmp_path / "lamp" / TEXT).write_text("\n".join(SENTENCES), encoding="utf-8")
-    (tmp_path / "bread").mkdir()
+    lamp, bread = tmp_path / "lamp", tmp_path / "bread"
+    for folder in (lamp, bread):
+        folder.mkdir()
+    (lamp / TEXT).write_text("\n".join(SENTENCES), encoding="utf-8")
     answer = Answer(Question("Who lit the lamp?"), "Peder.")
-    folders = [tmp_path / "lamp", None, tmp_path / "bread", str(tmp_path / "lamp")]
-    sourced = add_sources(None, None, [answer] * 4, folders)
+    sourced = add_sources(None, None, [answer] * 4, [lamp, None, bread, str(lamp)])
     assert [one.source for one in sourced] == [SENTENCES[1], None, None, SENTENCES[1]]
     assert all(one.text == answer.text for one in sourced)
 
 
 def test_a_memory_without_its_text_is_refused_in_one_line(tmp_path):
-    line = (
-        r"^memory must hold its text for a source, got no text\.txt in '.*': make the memory again"
-    )
-    with pytest.raises(ValueError, match=line) as refused:
+    line = r"^memory must hold its text for a source, got no text\.txt in '.*': make .* ask alone$"
+    with pytest.raises(ValueError, match=line):
         check_text(tmp_path)
-    assert "\n" not in str(refused.value)
     (tmp_path / TEXT).write_text("The lamp.", encoding="utf-8")
     check_text(tmp_path)
 
@@ -145,13 +134,8 @@ def test_a_memory_that_goes_on_stores_both_texts_and_none_twice(tmp_path):
 def test_a_library_stores_the_text_unless_it_is_refused(base, tmp_path):
     library = Library(tmp_path / "library")
     settings = ReadSettings(r=4, window=64, stride=32, anchor=0.0)
-    text = " ".join(SENTENCES)
-    library.add(*base, text, "lamp", settings)
+    library.add(*base, TALE, "lamp", settings)
     folder = library.find("lamp")
-    assert (folder / TEXT).read_text(encoding="utf-8") == text
-    library.add(*base, text, "lamp", settings, start=folder, overwrite=True, kept_text=None)
+    assert (folder / TEXT).read_text(encoding="utf-8") == TALE
+    library.add(*base, TALE, "lamp", settings, start=folder, overwrite=True, kept_text=None)
     assert not (folder / TEXT).exists()
-    shutil.copytree(folder, tmp_path / "copy")
-    library.add(*base, text, "lamp", settings, start=tmp_path / "copy", overwrite=True)
-    library.forget("lamp")
-    assert library.list() == []

@@ -2,38 +2,41 @@
 
 import json
 import math
+import os
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from locomo_data import make_samples, write_samples
+from locomo_data import make_sample, make_samples, write_samples
+from peft import PeftModel
 
 from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.evaluation import (
     Unit,
+    drift,
     load_column,
     load_documents,
     load_locomo,
     perplexity,
-    run_units,
     runs,
     units,
 )
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
-from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.runs import Run, summarize_stage
-from locas_peft.files import load_json, write_json
+from locas_peft.evaluation.runs import Run
+from locas_peft.files import write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow_steps
 from locas_peft.selfstudy import writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import ReadSettings, complete, score
+from locas_peft.text import tokenize
 from locas_peft.ttt.chunks import Chunk
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
@@ -42,6 +45,11 @@ BOOK = "\n\n".join(
     for word in ("door", "roof", "garden")
 )
 RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return backbone.load()
 
 
 @pytest.fixture
@@ -57,8 +65,7 @@ def run(tmp_path, monkeypatch, capsys):
     def call(command: str, *args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             cli.main(["eval", *command.split(), *map(str, args)])
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
+        return ended.value.code, *capsys.readouterr()
 
     return call
 
@@ -73,7 +80,7 @@ def locomo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
     args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2"]
-    args += [*FAST, "--anchor", "0", "--setting", "no-context,evidence,full-context"]
+    args += [*FAST, "--anchor", "0", "--setting", "no-context,evidence"]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0
@@ -82,41 +89,36 @@ def locomo_run(tmp_path_factory):
 
 def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
     folder, _ = locomo_run
-    files = sorted(
-        path.relative_to(folder / "out/locomo")
-        for path in (folder / "out/locomo").rglob("*.memory-*.json")
-    )
-    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 3 settings
-    assert len(files) == 2 * (1 + 2 * 2) * 3
+    files = list((folder / "out/locomo").rglob("*.memory-*.json"))
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 2 settings
+    assert len(files) == 2 * (1 + 2 * 2) * 2
     for path in files:
-        records = read(folder / "out/locomo" / path)
+        records = read(path)
         assert len(records) == 6
         for record in records:
             assert record.keys() >= RECORD
-            assert record["f1"] == answer_f1(
-                record["prediction"], record["answer"], record["category"]
-            )
-    figures = read(folder / "out/locomo.json")
-    assert figures["answers"].keys() == {"none", "lora", "locas-glu"}
-    assert figures["answers"]["none"].keys() == {"no-context", "evidence", "full-context"}
-    assert (
-        figures["answers"]["none"]["evidence"]["none"]["gold_nats"]["n"] == 10
-    )  # without the adversarial ones
-    assert figures["answers"]["lora"]["no-context"].keys() == {"right", "wrong"}
-    assert figures["answers"]["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
+            f1 = answer_f1(record["prediction"], record["answer"], record["category"])
+            assert record["f1"] == f1
+    answers = read(folder / "out/locomo.json")["answers"]
+    assert answers.keys() == {"none", "lora", "locas-glu"}
+    assert answers["none"].keys() == {"no-context", "evidence"}
+    # Without the adversarial ones.
+    assert answers["none"]["evidence"]["none"]["gold_nats"]["n"] == 10
+    assert answers["lora"]["no-context"].keys() == {"right", "wrong"}
+    assert answers["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
 
 
-def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
+def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run, embedded):
     folder, _ = locomo_run
-    base, tokenizer = backbone.load()
+    base, tokenizer = embedded
     talk = load_locomo(folder / "talks.json")[0][0]
+    gold = torch.tensor(encode_answer(tokenizer, talk.questions[3].answer))
     for setting in ("no-context", "evidence"):
         prompts, _ = make_prompts(base, tokenizer, talk, setting)
-        gold = encode_answer(tokenizer, talk.questions[3].answer)
-        ids = torch.tensor([prompts[3] + gold])
+        ids = torch.tensor([[*prompts[3], *gold]])
         with torch.no_grad():
-            logits = base(ids).logits[0, len(prompts[3]) - 1 : -1]
-        expected = torch.nn.functional.cross_entropy(logits, ids[0, len(prompts[3]) :]).item()
+            logits = base(ids).logits[0, -len(gold) - 1 : -1]
+        expected = torch.nn.functional.cross_entropy(logits, gold).item()
         record = read(folder / f"out/locomo/predictions/none/talk-1.{setting}.memory-none.json")[3]
         assert record["gold_nats"] == pytest.approx(expected, rel=1e-4)
 
@@ -125,28 +127,30 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     folder, args = locomo_run
     again = tmp_path / "again"
     shutil.copytree(folder / "out", again)
-    lost = again / "locomo/predictions/locas-glu/talk-1.no-context.memory-talk-1.json"
+    protocol = again / "locomo"
+    lost = protocol / "predictions/locas-glu/talk-1.no-context.memory-talk-1.json"
     expected = lost.read_bytes()
     lost.unlink()
     lost.with_suffix(".unfinished").write_text(json.dumps(json.loads(expected)[:2]))
-    shutil.rmtree(again / "locomo/memories/lora")
-    kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
-    stamp = kept.stat().st_mtime_ns
-    before = read(again / "locomo.json")
-    made = again / "locomo/memories/locas-glu/talk-2.json"
+    shutil.rmtree(protocol / "memories/lora")
+    made = protocol / "memories/locas-glu/talk-2.json"
     made.unlink()  # stopped between a memory and its result
-    memory = made.with_suffix("") / "adapter_model.safetensors"
-    memory_stamp = memory.stat().st_mtime_ns
+    kept = [
+        protocol / "predictions/none/talk-1.no-context.memory-none.json",
+        made.with_suffix("") / "adapter_model.safetensors",
+    ]
+    stamps = [path.stat().st_mtime_ns for path in kept]
+    before = read(again / "locomo.json")
     with pytest.raises(SystemExit) as ended:
         cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
     assert ended.value.code == 0
     assert lost.read_bytes() == expected and not lost.with_suffix(".unfinished").exists()
-    assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
-    assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
+    assert made.exists()
+    assert [path.stat().st_mtime_ns for path in kept] == stamps, "what exists is not made again"
     after = read(again / "locomo.json")
     assert after["answers"] == before["answers"]
-    teaching = after["teachings"]["lora"]["talk-1"]
-    assert teaching["perplexity"] == before["teachings"]["lora"]["talk-1"]["perplexity"]
+    perplexities = [each["teachings"]["lora"]["talk-1"]["perplexity"] for each in (before, after)]
+    assert perplexities[0] == perplexities[1]
 
 
 def test_sessions_without_the_evidence_of_a_question_are_refused(run, tmp_path):
@@ -156,9 +160,8 @@ def test_sessions_without_the_evidence_of_a_question_are_refused(run, tmp_path):
             question["evidence"] = []
     write_samples(tmp_path, samples)
     code, _, err = run("locomo talks.json --limit-sessions 1 --out o", *FAST)
-    assert code == 2
-    message = "--limit-sessions must leave the evidence of a question, got 1: take more sessions"
-    assert err.endswith(f"{message}\n")
+    message = "--limit-sessions must leave the evidence of a question, got 1: take more sessions\n"
+    assert code == 2 and err.endswith(message)
 
 
 def test_answers_under_way_are_of_one_run(tmp_path):
@@ -168,17 +171,23 @@ def test_answers_under_way_are_of_one_run(tmp_path):
     assert unit.has_begun
 
 
-def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
+def test_broken_records_and_dialogues_that_were_cut_are_named(run, tmp_path):
     samples = make_samples()
-    del samples[0]["qa"][1]["answer"]
+    for turn in samples[0]["conversation"]["session_1"]:
+        turn["text"] *= 200
+    del samples[1]["qa"][1]["answer"]
     samples.append({"conversation": {}})
     write_samples(tmp_path, samples)
-    args = "locomo talks.json --setting no-context --method none --out o --max-new-tokens 2"
-    code, _, err = run(f"{args} --device cpu --window 32 --stride 16")
-    assert code == 0
-    assert "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question" in err
+    args = "locomo talks.json --setting full-context --method none --out o --max-new-tokens 2"
+    code, out, err = run(f"{args} --device cpu --window 32 --stride 16")
+    assert code == 0 and "oldest lines left out" in out
+    assert "talk-1, full-context" in out and "talk-2, full-context" not in out
+    assert "talks.json[1].qa[1] must have an 'answer' (category 2), got None: question" in err
     assert "talks.json[2].conversation must have a session with turns" in err
-    assert len(read(tmp_path / "o/locomo.json")["left_out"]) == 2
+    figures = read(tmp_path / "o/locomo.json")
+    assert len(figures["left_out"]) == 2
+    dropped = figures["answers"]["none"]["full-context"]["none"]["dropped_lines"]
+    assert dropped["talk-1"] > 0 == dropped["talk-2"]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +197,10 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         ("forgetting book.txt", "error: something must be measured: give --unread TEXT or "),
         ("perplexity", "error: give either TEXT files or --dataset NAME, one of the two"),
         ("perplexity empty", "error: folder must hold .txt files, got none in 'empty': name "),
+        (
+            "locomo talks.json --study --stride 64 --out o",
+            "error: stride has no meaning for a study, got 64: leave it out",
+        ),
         ("locomo", 'error: Command "eval locomo" parameter DATA requires an argument: see locas '),
     ],
 )
@@ -199,47 +212,24 @@ def test_bad_input_is_one_line(run, tmp_path, args, message):
     assert not (tmp_path / "locas-eval.json").exists() and "Traceback" not in err
 
 
-def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
-    model, tokenizer = backbone.load()
-    sample = make_samples()[0]
-    talk = sample["conversation"]
-    talk["session_1"] = talk["session_1"] * 1 + [
-        {"speaker": "Ida", "dia_id": f"D1:{n}", "text": "The sea was grey and the boats lay still."}
-        for n in range(3, 200)
-    ]
-    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
-    prompts, dropped = make_prompts(
-        model, tokenizer, conversation, "full-context", max_new_tokens=8
-    )
-    assert dropped > 0 and max(map(len, prompts)) <= 2048 - 8
-    assert max(map(len, prompts)) > 2048 - 8 - 40, "no more is left out than must be"
+@pytest.mark.parametrize("gold", ["grey parrot", "the boats lay still " * 12])
+def test_full_context_keeps_the_newest_lines_that_fit(gold, embedded, tmp_path):
+    """And leaves room for an answer of 8 tokens, or for the longest gold answer."""
+    model, tokenizer = embedded
+    sample = make_sample()
+    sample["qa"][0]["answer"] = gold
+    line = {"speaker": "Ida", "text": "The sea was grey and the boats lay still."}
+    sample["conversation"]["session_1"] += [{**line, "dia_id": f"D1:{n}"} for n in range(3, 200)]
+    talk = load_locomo(write_samples(tmp_path, [sample]))[0][0]
+    make = partial(make_prompts, model, tokenizer, talk, max_new_tokens=8)
+    prompts, dropped = make(setting="full-context")
+    room = 2048 - max(8, len(encode_answer(tokenizer, gold)))
+    assert (room < 2040) == ("boats" in gold)
+    # No more is left out than must be.
+    assert dropped > 0 and room - 40 < max(map(len, prompts)) <= room
     text = tokenizer.decode(prompts[0])
     assert "Paint the kitchen blue" in text and "grey parrot" not in text
-    assert make_prompts(model, tokenizer, conversation, "no-context", max_new_tokens=8)[1] == 0
-
-
-def test_full_context_leaves_room_for_the_longest_gold_answer(tmp_path):
-    model, tokenizer = backbone.load()
-    sample = make_samples()[0]
-    sample["conversation"]["session_1"] *= 200
-    sample["qa"][0]["answer"] = "the boats lay still " * 12
-    talk = load_locomo(write_samples(tmp_path, [sample]))[0][0]
-    prompts, _ = make_prompts(model, tokenizer, talk, "full-context", max_new_tokens=8)
-    gold = encode_answer(tokenizer, talk.questions[0].answer)
-    assert len(gold) > 8 and max(map(len, prompts)) <= 2048 - len(gold)
-
-
-def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
-    samples = make_samples()
-    for turn in samples[0]["conversation"]["session_1"]:
-        turn["text"] *= 200
-    write_samples(tmp_path, samples)
-    settings = "--max-new-tokens 2 --window 32 --stride 16 --device cpu"
-    code, out, _ = run(f"locomo talks.json --setting full-context --method none --out o {settings}")
-    assert code == 0 and "oldest lines left out" in out
-    assert "talk-1, full-context" in out and "talk-2, full-context" not in out
-    figures = read(tmp_path / "o/locomo.json")["answers"]["none"]["full-context"]["none"]
-    assert figures["dropped_lines"]["talk-1"] > 0 == figures["dropped_lines"]["talk-2"]
+    assert make(setting="no-context")[1] == 0
 
 
 def test_memories_that_were_studied_are_asked(run, tmp_path, monkeypatch):
@@ -257,42 +247,33 @@ def test_memories_that_were_studied_are_asked(run, tmp_path, monkeypatch):
     assert "exchanges" not in figures["methods"]["none"]
     made = read(tmp_path / "o/locomo/memories/locas-glu/talk-1.json")
     assert made["stage"] == "study" and made["asked"] >= made["passages"] > 0
-    code, _, err = run(f"{args} --stride 64")
-    assert code == 2 and "error: stride has no meaning for a study, got 64: leave it out" in err
-    code, _, err = run("perplexity", "book.txt", "--study", "--out", "p")
-    assert code != 0 and "--study" in err
 
 
-def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = ["forgetting book.txt --unread other.txt --own-answers --out o", *FAST]
-    code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
+def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(drift, "QUESTIONS", drift.QUESTIONS[:3])
+    args = ["forgetting book.txt --unread other.txt --own-answers --lr 0.02 --out o", *FAST]
+    code, out, _ = run(*args, "--method", "none,lora,locas-glu")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
+    before = figures["before"]["unread_perplexity"]
     assert figures["after"].keys() == {"lora", "locas-glu"}
     for found in figures["after"].values():
         assert found["disabled_is_before"] is True
-        assert found["disabled_perplexity"] == figures["before"]["unread_perplexity"]
-        assert found["unread_perplexity"] != figures["before"]["unread_perplexity"]
-        assert found["kl_per_token"]["other"]["mean_over_tokens"] > 0
-        assert found["kl_per_token"]["own answers"]["mean_over_tokens"] > 0
+        assert found["disabled_perplexity"] == before
+        assert found["unread_perplexity"] != before
+        for text in ("other", "own answers"):
+            assert found["kl_per_token"][text]["mean_over_tokens"] > 0
         rise = found["unread_rise"]["other"]
-        difference = (
-            found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
-        )
-        assert rise["mean"] == pytest.approx(difference)
+        assert rise["mean"] == pytest.approx(found["unread_perplexity"]["other"] - before["other"])
         assert rise["n"] == 1 or rise["low"] <= rise["mean"] <= rise["high"]
-    stamp = (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns
-    code, _, _ = run(*args, "--method", "none,lora,locas-glu,locas-glu@2", "--lr", "0.02")
-    assert code == 0
-    assert (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns == stamp
+    result = tmp_path / "o/forgetting/after-lora.json"
+    stamp = result.stat().st_mtime_ns
+    assert run(*args, "--method", "none,lora,locas-glu,locas-glu@2")[0] == 0
+    assert result.stat().st_mtime_ns == stamp
     assert read(tmp_path / "o/forgetting.json")["methods"]["locas-glu@2"]["r"] == 2
 
 
 def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatch):
-    from contextlib import nullcontext
-
-    from peft import PeftModel
-
     monkeypatch.setattr(PeftModel, "disable_adapter", lambda self: nullcontext())
     args = "forgetting book.txt --unread other.txt --method lora --lr 0.02 --out o"
     code, out, _ = run(args, *FAST)
@@ -305,28 +286,25 @@ def test_perplexity_of_several_documents(run, tmp_path):
     assert code == 0 and "all tokens" in out
     figures = read(tmp_path / "o/perplexity.json")
     assert figures["readings"].keys() == {"none", "lora", "locas-glu"}
-    rows = figures["readings"]["locas-glu"]
-    tokens = {name: row["scored_tokens"] for name, row in rows.items()}
-    weighted = sum(row["nll_nats"] for row in rows.values()) / sum(tokens.values())
-    assert figures["means"]["locas-glu"]["perplexity"] == pytest.approx(
-        torch.tensor(weighted).exp().item(), rel=1e-5
-    )
-    alone = read(tmp_path / "o/perplexity/locas-glu/other.json")
-    code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
-    fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
-    assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
+    rows = figures["readings"]["locas-glu"].values()
+    nats, tokens = (sum(row[key] for row in rows) for key in ("nll_nats", "scored_tokens"))
+    mean = figures["means"]["locas-glu"]["perplexity"]
+    assert mean == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
+    fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")["nll_nats"]
+    alone = figures["readings"]["locas-glu"]["other"]["nll_nats"]
+    assert fresh == alone, "a fresh memory for each document"
 
 
-def test_a_reading_that_diverged_costs_no_other_figures(tmp_path, monkeypatch):
+def test_a_reading_that_diverged_costs_no_other_figures(embedded, tmp_path, monkeypatch):
     def read_nothing(self, ids, settings, path, label, *, keep_memory):
         nats = 12.0 if settings.method == "none" else math.nan
         marks = {"perplexity_at": {}, "perplexity_between": {}}
         result = {"nll_nats": nats, "scored_tokens": 4, "perplexity": nats, **marks}
         return Unit(path, lambda: result)
 
-    base, tokenizer = backbone.load()
     methods = {name: ReadSettings(method=name) for name in ("none", "lora")}
-    run = Run(base, tokenizer, methods, tmp_path)
+    run = Run(*embedded, methods, tmp_path)
     monkeypatch.setattr(Run, "learning", read_nothing)
     figures = perplexity.run_perplexity(run, {"book": torch.arange(5)})
     assert figures["means"]["none"]["nll_per_token"]["mean"] == 3
@@ -336,74 +314,60 @@ def test_a_reading_that_diverged_costs_no_other_figures(tmp_path, monkeypatch):
 
 
 def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
+    extras = ("datasets", "evaluate", "nltk")
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("datasets", "evaluate", "nltk"):
+        if name.partition(".")[0] in extras:
             monkeypatch.delitem(sys.modules, name)
-    for name in ("datasets", "evaluate", "nltk"):
+    for name in extras:
         monkeypatch.setitem(sys.modules, name, None)
     assert run("perplexity", "book.txt", "--out", "o", "--method", "lora", *FAST)[0] == 0
     load_stemmer.cache_clear()
     code, _, err = run("locomo", "talks.json", "--out", "p", "--method", "lora", *FAST)
-    assert code == 2 and err.splitlines()[-1].startswith(
-        "error: this measure needs nltk: install the extra with pip"
-    )
+    assert code == 2 and "error: this measure needs nltk: install the extra" in err.splitlines()[-1]
 
 
 def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path, monkeypatch):
-    args = ["forgetting book.txt --unread other.txt --method locas-glu", *FAST]
-    path = "forgetting/memories/locas-glu.json"
+    args = ["perplexity", "book.txt", "--method", "locas-glu", *FAST]
     assert run(*args, "--out", "whole")[0] == 0
     read_text, begun = runs.read, []
 
-    def stopped(base, ids, settings, place, *, on_step, **options):
-        def on_each(chunk):
+    def read_until_third(base, ids, settings, place, *, on_step, **options):
+        def stop(chunk):
             begun.append(chunk.index)
             on_step(chunk)
             if len(begun) == 3:
                 raise KeyboardInterrupt
 
-        stop_there = on_each if settings.method != "none" else on_step
         place = replace(place, checkpoint_seconds=0.0)
-        return read_text(base, ids, settings, place, on_step=stop_there, **options)
-
-    monkeypatch.setattr(runs, "read", stopped)
-    assert run(*args, "--out", "parts")[0] == 130
-    result = tmp_path / "parts" / path
-    assert (result.with_suffix("") / "checkpoint").exists() and not result.exists()
-    assert run(*args, "--out", "parts")[0] == 0
-    assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "reported again, not read again"
-    whole, parts = (read(tmp_path / name / path) for name in ("whole", "parts"))
-    assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
-    assert not (result.with_suffix("") / "checkpoint").exists()
-    assert not list((tmp_path / "parts").rglob("*.lock"))
-
-
-def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
-    args = ["perplexity", "book.txt", "--method", "locas-glu", "--out", "o", *FAST]
-    read_text, folder = runs.read, tmp_path / "o/perplexity/locas-glu"
-
-    def read_with_checkpoints(base, ids, settings, place, **options):
-        return read_text(base, ids, settings, replace(place, checkpoint_seconds=0.0), **options)
+        return read_text(base, ids, settings, place, on_step=stop, **options)
 
     def stop_at_the_result(path, value):
         if path.name == "book.json":
             raise KeyboardInterrupt
         write_json(path, value)
 
+    folder = tmp_path / "parts/perplexity/locas-glu"
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "read", read_with_checkpoints)
+        patch.setattr(runs, "read", read_until_third)
+        assert run(*args, "--out", "parts")[0] == 130
+        assert (folder / "book/checkpoint").exists()
         patch.setattr(units, "write_json", stop_at_the_result)
-        assert run(*args)[0] == 130
-    assert [path.name for path in folder.iterdir()] == ["book"]
-    assert run(*args)[0] == 0
-    assert [path.name for path in folder.iterdir()] == ["book.json"]
+        assert run(*args, "--out", "parts")[0] == 130
+    assert begun[:5] == [0, 1, 2, 0, 1], "reported again, not read again"
+    assert os.listdir(folder) == ["book"], "a checkpoint stands until its result does"
+    assert run(*args, "--out", "parts")[0] == 0
+    assert os.listdir(folder) == ["book.json"]
+    whole = read(tmp_path / "whole/perplexity/locas-glu/book.json")
+    parts = read(folder / "book.json")
+    assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
+    assert not list((tmp_path / "parts").rglob("*.lock"))
 
 
 def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
     args = ["perplexity", "book.txt", "--out", "o", "--method", "locas-glu", *FAST]
     code, _, err = run(*args, "--layers", "9")
     assert code == 2 and "--layers must lie below 6" in err
-    killed = tmp_path / "o" / "perplexity" / "locas-glu" / "book" / "checkpoint" / "checkpoint.lock"
+    killed = tmp_path / "o/perplexity/locas-glu/book/checkpoint/checkpoint.lock"
     killed.parent.mkdir(parents=True)
     killed.touch()
     assert run(*args)[0] == 0
@@ -413,8 +377,9 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
 
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_report, tmp_path):
     folder, _ = locomo_run
-    run("forgetting", "book.txt", "--unread", "other.txt", "--out", "o", *FAST)
-    run("perplexity", "book.txt", "--out", "o", *FAST, "--anchor", 0.5, "--scaling", 3)
+    options = [*FAST, "--out", "o", "--method", "none,locas-glu"]
+    run("forgetting", "book.txt", "--unread", "other.txt", *options)
+    run("perplexity", "book.txt", *options, "--anchor", 0.5, "--scaling", 3)
     written = write_report([folder / "out", tmp_path / "o"], tmp_path / "report.md")
     assert written[0].name == "report.md" and len(written) == 3
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -424,7 +389,7 @@ def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_repo
     own = ("learning rate 0.004", "scaling 3.0", "anchor 0.5", "anchor every 4")
     assert all(part in line for part in own), "a method's settings, given or from the preset"
     assert "none: " not in text, "it has no settings"
-    plots = sorted(path.name for path in tmp_path.glob("*.png"))
+    plots = [path.name for path in tmp_path.glob("*.png")]
     assert len(plots) == 2 and all(f"({name})" in text for name in plots)
 
 
@@ -446,86 +411,55 @@ def test_progress_begins_anew_with_each_reading():
     ]
 
 
-def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
+def test_a_new_protocol_is_a_table_of_units(embedded, tmp_path):
     """The perplexity of one text under the memories of several texts: written with public names alone."""
+    base, tokenizer = embedded
+    settings = complete(ReadSettings(window=32, stride=16, r=4, anchor=0), base)
+    target, own, other = (tokenize(tokenizer, text) for text in (BOOK, BOOK * 2, "He came. " * 15))
+    folder = tmp_path / "transfer"
 
-    def run_transfer(texts, overwrite=False):
+    def score_with(memory):
+        with memory_attached(base, memory) as model:
+            return {"perplexity": score(model, target, settings)}
+
+    def run_transfer(overwrite=False, **texts):
         run = Run(base, tokenizer, {"locas-glu": settings}, tmp_path, overwrite=overwrite)
-        folder = run.out / "transfer"
-
-        def score_with(memory):
-            with memory_attached(base, memory) as model:
-                return {"perplexity": score(model, target, settings)}
-
         units = []
         for name, ids in texts.items():
             reading = run.learning(ids, settings, folder / "memories" / f"{name}.json")
-            units.append(
-                Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading)
-            )
+            score_text = partial(score_with, reading.memory)
+            units.append(Unit(folder / f"{name}.json", score_text, needs=reading))
         run.make("transfer", units, texts=list(texts))
-        return mean_interval([unit.load()["perplexity"] for unit in units])
+        return [unit.load()["perplexity"] for unit in units]
 
-    base, tokenizer = backbone.load()
-    target, *texts = (
-        tokenizer(text, return_tensors="pt")["input_ids"][0]
-        for text in (BOOK, BOOK * 3, "He came. " * 30)
-    )
-    given = ReadSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0)
-    settings = complete(given, base)
-    texts = dict(zip(("own", "other"), texts, strict=True))
-    found = run_transfer(texts)
-    own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
-    assert found["n"] == 2 and own < other
-    assert run_transfer(texts) == found
-    message = r"^texts must be \['own', 'other'\] as in the results in "
-    with pytest.raises(ValueError, match=message):
-        run_transfer({"own": texts["own"]})
-    (tmp_path / "transfer" / "memories" / "other" / EXCHANGES).write_text("")  # of a study
-    run_transfer({"own": texts["own"]}, overwrite=True)
-    assert not list((tmp_path / "transfer").rglob("other*"))
+    perplexities = run_transfer(own=own, other=other)
+    assert perplexities[0] < perplexities[1]
+    assert run_transfer(own=own, other=other) == perplexities
+    with pytest.raises(
+        ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "
+    ):
+        run_transfer(own=own)
+    (folder / "memories" / "other" / EXCHANGES).write_text("")  # of a study
+    run_transfer(own=own, overwrite=True)
+    assert not list(folder.rglob("other*"))
 
 
-def test_documents_from_files_folders_and_datasets(tmp_path):
+def test_documents_from_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     assert load_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
     assert load_documents([str(tmp_path)], limit=1) == {"a": "first"}
-    message = r"^documents must have different names, got 'a' twice: rename "
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="^documents must have different names, got 'a' twice: "):
         load_documents([str(tmp_path), str(tmp_path / "a.txt")])
     (tmp_path / "a.json.txt").write_text("third")
     assert list(load_documents([str(tmp_path)])) == ["a_json", "a", "b"]
-    rows = tmp_path / "rows"
-    rows.mkdir()
+
+
+def test_documents_from_datasets(tmp_path):
     lines = [json.dumps({"text": text}) for text in ("one", " ", "three")]
-    (rows / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert load_column(str(rows), "test", "text") == {"test-0": "one", "test-2": "three"}
-    assert load_column(str(rows), "test", "text", limit=1) == {"test-0": "one"}
-    message = "^column must be one of text, got 'words': choose one of them$"
-    with pytest.raises(ValueError, match=message):
-        load_column(str(rows), "test", "words")
-
-
-@pytest.mark.parametrize("method", ["lora", "locas-glu"])
-def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
-    base, tokenizer = backbone.load()
-    base.requires_grad_(False)
-    weights = {name: value.clone() for name, value in base.state_dict().items()}
-    ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
-    settings = complete(ReadSettings(method=method, window=32, stride=16, r=4, readings=2))
-    unit = Run(base, tokenizer, {}, tmp_path).learning(ids, settings, tmp_path / "memory.json")
-    run_units([unit])
-    found = summarize_stage(load_json(unit.path))
-    assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
-    assert found["scored_tokens"] == 2 * (len(ids) - 1) and found["parameters"] > 0
-    stamp = (tmp_path / "memory" / "record.json").stat().st_mtime_ns
-    run_units([unit])
-    assert (tmp_path / "memory" / "record.json").stat().st_mtime_ns == stamp
-    with memory_attached(base, tmp_path / "memory") as model, torch.no_grad():
-        changed = model(ids.unsqueeze(0)).logits
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert base.state_dict().keys() == weights.keys()
-    assert all(torch.equal(weights[name], value) for name, value in base.state_dict().items())
-    with torch.no_grad():
-        assert not torch.equal(base(ids.unsqueeze(0)).logits, changed)
+    (tmp_path / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    rows = str(tmp_path)
+    assert load_column(rows, "test", "text") == {"test-0": "one", "test-2": "three"}
+    assert load_column(rows, "test", "text", limit=1) == {"test-0": "one"}
+    with pytest.raises(ValueError, match="^column must be one of text, got 'words': choose one"):
+        load_column(rows, "test", "words")

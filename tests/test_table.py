@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,20 +23,14 @@ import locas_peft.library.library as library_module
 from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.library import Library
-from locas_peft.library.table import (
-    FAILURES,
-    LOCK,
-    RETRIES,
-    load_table,
-    teach_on_ray,
-    teach_table,
-)
+from locas_peft.library.table import FAILURES, LOCK, RETRIES, load_table, teach_on_ray, teach_table
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
 from locas_peft.stages import ReadSettings, StudySettings
 
 SETTINGS = ReadSettings(r=4, window=32, stride=16, anchor=0.0)
 FAST = ["--r", "4", "--window", "32", "--stride", "16", "--anchor", "0", "--device", "cpu"]
-TIMES = ("seconds", "tokens_per_second", "peak_bytes", "memory_dir")
+TIMES = {"seconds", "tokens_per_second", "peak_bytes", "memory_dir"}
+BROKEN_PATH = {"name": "x", "path": "x.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -45,47 +38,82 @@ def base():
     return backbone.load()
 
 
-def text_of(number: int, sentences: int = 3) -> str:
+@pytest.fixture
+def made(tmp_path):
+    return tmp_path / "made"
+
+
+@pytest.fixture
+def teach(base, tmp_path):
+    """Return a function that teaches a table into a library of a name; it returns what failed."""
+
+    def teach(documents, name="made", **options) -> list[dict]:
+        return teach_table(Library(tmp_path / name), *base, documents, **options)
+
+    return teach
+
+
+@pytest.fixture
+def fail_at_note_1(monkeypatch):
+    """Return a function that lets the reading of the second document raise an error."""
+    read = library_module.read
+
+    def fail(error):
+        def read_or_raise(model, ids, settings, place, **options):
+            if place.title == "note 1":
+                raise error
+            return read(model, ids, settings, place, **options)
+
+        monkeypatch.setattr(library_module, "read", read_or_raise)
+
+    return fail
+
+
+def interrupt(chunk):
+    if chunk.index == 5:
+        raise KeyboardInterrupt
+
+
+def text_of(number: int, sentences: int = 2) -> str:
     return (
         f"The lamp of house {number} was lit by Old Peder, and nobody else went there in winter. "
         * sentences
     )
 
 
-def write(path: Path, *rows, count: int = 0, sentences: int = 3) -> Path:
-    """Write a manifest: `count` notes with texts, then the rows, objects or lines as they are."""
-    rows = [
-        *(
-            {"name": f"note {number}", "text": text_of(number, sentences)}
-            for number in range(count)
-        ),
-        *rows,
-    ]
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+def write_rows(path: Path, rows) -> Path:
+    """Write rows, which are objects or lines as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def without_times(stage: dict) -> dict:
-    """Return the record of a stage without what differs between two machines or folders."""
-    return {key: value for key, value in stage.items() if key not in TIMES}
+def write(folder: Path, *rows, count: int = 0, sentences: int = 2) -> Path:
+    """Write a manifest: `count` notes with texts, then the rows."""
+    notes = [{"name": f"note {each}", "text": text_of(each, sentences)} for each in range(count)]
+    return write_rows(folder / "d.jsonl", [*notes, *rows])
+
+
+def load(folder: Path, *rows, settings=SETTINGS, **options) -> list:
+    return load_table(str(write(folder, *rows, **options)), settings)
+
+
+def list_failures(folder: Path) -> list[dict]:
+    file = folder / FAILURES
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
 
 
 def content(folder: Path) -> dict:
     """The files of a library, without the times that a reading took and the folder where it was made."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name == "record.json":
-            stages = json.loads(path.read_text())["stages"]
-            found[str(path.relative_to(folder))] = [without_times(stage) for stage in stages]
-        elif path.is_file() and path.name != "README.md":
-            found[str(path.relative_to(folder))] = path.read_bytes()
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.name == "record.json":
+            (stage,) = json.loads(path.read_text())["stages"]
+            found[name] = {key: stage[key] for key in stage.keys() - TIMES}
+        elif path.is_file() and path.name not in ("README.md", FAILURES):
+            found[name] = path.read_bytes()
     return found
-
-
-def teach(folder: Path, base, documents, **options) -> list[dict]:
-    return teach_table(Library(folder), *base, documents, **options)
 
 
 # ---------------------------------------------------------------------- the table
@@ -97,7 +125,7 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
         {"name": "ann", "text": "Some text.", "r": 8, "lr": 1e-3, "readings": 2},
         {"name": " bob ", "path": "one.txt", "max_tokens": None},
     ]
-    ann, bob = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
+    ann, bob = load(tmp_path, *rows)
     assert (ann.line, ann.name, ann.load()) == (1, "ann", "Some text.")
     assert ann.settings == replace(SETTINGS, r=8, learning_rate=1e-3, readings=2)
     assert (bob.name, bob.load(), bob.settings) == ("bob", "A text of its own.", SETTINGS)
@@ -123,22 +151,20 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(row, message, tmp_path):
-    documents = load_table(str(write(tmp_path / "d.jsonl", row, count=2)), SETTINGS)
+    documents = load(tmp_path, row, count=2)
     assert [each.line for each in documents] == [1, 2, 3]
-    assert documents[2].error.startswith(message) or message in documents[2].error
-    assert "\n" not in documents[2].error and not documents[1].error
+    assert message in documents[2].error and "\n" not in documents[2].error
+    assert not documents[1].error
     assert bool(documents[0].error) == ("one row" in message), "neither row of a name can be meant"
 
 
 def test_a_row_of_a_study_has_the_settings_of_a_study(tmp_path):
-    rows = [
-        {"name": "ann", "text": "Some text.", "passes": 2, "lr": 1e-3},
-        {"name": "bob", "text": "Some text.", "stride": 8},
-    ]
     studied = StudySettings(r=4)
-    ann, bob = load_table(str(write(tmp_path / "d.jsonl", *rows)), studied)
-    assert ann.settings == replace(studied, passes=2, learning_rate=1e-3)
-    assert bob.error == "settings must be those of the command, got 'stride': see its --help"
+    own = [{"passes": 2, "lr": 1e-3}, {"stride": 8}]
+    rows = [{"name": f"n{number}", "text": "a b", **each} for number, each in enumerate(own)]
+    first, second = load(tmp_path, *rows, settings=studied)
+    assert first.settings == replace(studied, passes=2, learning_rate=1e-3)
+    assert second.error.startswith("settings must be those of the command, got 'stride': ")
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path):
@@ -153,15 +179,10 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = {
-        "name": ["ann", "bob"],
-        "text": ["Some text.", "Other text."],
-        "lr": [0.5, None],
-        "r": [2, None],
-        "url": ["u", "v"],
-    }
+    columns = {"name": ["ann", "bob"], "text": ["Some text.", "Other text."], "url": ["u", "v"]}
+    columns |= {"lr": [0.5, None], "r": [2, None]}
     path = tmp_path / f"d.{kind}"
-    getattr(datasets.Dataset.from_dict(rows), f"to_{kind}")(path)
+    getattr(datasets.Dataset.from_dict(columns), f"to_{kind}")(path)
     ann, bob = load_table(str(path), SETTINGS)
     assert (ann.name, ann.text, ann.error) == ("ann", "Some text.", "")
     assert (bob.name, bob.text, bob.settings) == ("bob", "Other text.", SETTINGS)
@@ -180,7 +201,7 @@ def test_names_in_a_csv_file_stay_as_they_are(tmp_path):
 # ---------------------------------------------------------------------- teaching
 
 
-def test_each_document_gets_the_memory_that_the_library_would_add(base, tmp_path):
+def test_each_document_gets_the_memory_that_the_library_would_add(teach, base, made, tmp_path):
     (tmp_path / "latin.txt").write_bytes("Grün".encode("latin1"))
     rows = [
         {"name": "own", "text": text_of(7), "r": 2},
@@ -189,195 +210,168 @@ def test_each_document_gets_the_memory_that_the_library_would_add(base, tmp_path
         {"name": "short", "text": "a"},
         "{broken",
     ]
-    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, count=2)), SETTINGS)
     notes = []
     failures = teach(
-        tmp_path / "made",
-        base,
-        documents,
+        load(tmp_path, *rows, count=1),
         progress=lambda *_: lambda steps, note: notes.append(note),
     )
-    listed = [(each["line"], each["name"]) for each in failures]
-    assert listed == [(4, "gone"), (5, "latin"), (6, "short"), (7, None)]
-    assert failures[0]["error"].startswith("text must be an existing file, got ")
-    assert failures[1]["error"].startswith("text must be UTF-8, got byte 0xfc at offset 2 of ")
-    assert failures[2]["error"] == "text must have at least 2 tokens, got 1: give a longer text"
-    listed = (tmp_path / "made" / FAILURES).read_text().splitlines()
-    assert sorted(map(json.loads, listed), key=lambda row: row["line"]) == failures
-    assert re.fullmatch(r"3 done, 4 failed, [\d,]+ an hour, 0.0 hours left", notes[-1])
+    named = [(each["line"], each["name"]) for each in failures]
+    assert named == [(3, "gone"), (4, "latin"), (5, "short"), (6, None)]
+    for failure, message in zip(
+        failures,
+        (
+            "text must be an existing file, got ",
+            "text must be UTF-8, got byte 0xfc at offset 2 of ",
+            "text must have at least 2 tokens, got 1: give a longer text",
+            "each row must be ",
+        ),
+        strict=True,
+    ):
+        assert failure["error"].startswith(message)
+    assert list_failures(made) == failures
+    assert re.fullmatch(r"2 done, 4 failed, [\d,]+ an hour, 0.0 hours left", notes[-1])
 
     alone = Library(tmp_path / "alone")
-    for number in range(2):
-        alone.add(*base, text_of(number), f"note {number}", SETTINGS)
+    alone.add(*base, text_of(0), "note 0", SETTINGS)
     alone.add(*base, text_of(7), "own", replace(SETTINGS, r=2))
-    (tmp_path / "made" / FAILURES).unlink()
-    assert content(tmp_path / "made") == content(tmp_path / "alone")
+    assert content(made) == content(tmp_path / "alone")
 
 
-def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(base, tmp_path):
-    documents = load_table(
-        str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS
-    )
-    assert len(teach(tmp_path / "made", base, documents)) == 1
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").glob("note*/*")}
+def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(teach, made, tmp_path):
+    documents = load(tmp_path, BROKEN_PATH, count=2)
+    assert len(teach(documents)) == 1
+    before = {path: path.stat().st_mtime_ns for path in made.glob("note*/*")}
     (tmp_path / "x.txt").write_text(text_of(9))
     read = []
-    assert teach(tmp_path / "made", base, documents, on_step=read.append) == []
-    assert not (tmp_path / "made" / FAILURES).exists() and read[0].start == 0
+    assert teach(documents, on_step=read.append) == []
+    assert not (made / FAILURES).exists() and read[0].start == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert teach(tmp_path / "made", base, documents, on_step=pytest.fail) == []
+    assert teach(documents, on_step=pytest.fail) == []
 
 
-def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(base, tmp_path):
-    folder = tmp_path / "made"
-    teach(folder, base, load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS))
-    changed = write(
-        tmp_path / "d.jsonl",
-        {"name": "note 0", "text": text_of(0)},
-        {"name": "note 1", "text": text_of(5)},
-    )
-    documents, before = load_table(str(changed), SETTINGS), content(folder)
-    (failure,) = teach(folder, base, documents)
+def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(teach, made, tmp_path):
+    first, second = load(tmp_path, count=2)
+    teach([first, second])
+    before = content(made)
+    documents = [first, replace(second, text=text_of(5))]
+    (failure,) = teach(documents)
     assert failure["name"] == "note 1" and "holds the memory of another text" in failure["error"]
-    (folder / FAILURES).unlink()
-    assert content(folder) == before
+    assert content(made) == before
     read = []
-    assert teach(folder, base, documents, overwrite=True, on_step=read.append) == []
+    assert teach(documents, overwrite=True, on_step=read.append) == []
     assert [chunk.index for chunk in read].count(0) == 1, "what is the same is skipped"
-    after, weights = content(folder), "adapter_model.safetensors"
+    after, weights = content(made), "adapter_model.safetensors"
     assert after[f"note 0/{weights}"] == before[f"note 0/{weights}"]
     assert after[f"note 1/{weights}"] != before[f"note 1/{weights}"]
-    narrow = [replace(each, settings=replace(SETTINGS, r=2)) for each in documents]
-    assert teach(folder, base, narrow)[0]["error"]
+    assert teach([replace(first, settings=replace(SETTINGS, r=2))])[0]["error"]
 
 
-def test_an_interrupted_document_goes_on(base, tmp_path):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=2, sentences=12)), SETTINGS)
-
-    def interrupt(chunk):
-        if chunk.index == 5:
-            raise KeyboardInterrupt
-
+def test_an_interrupted_document_goes_on(teach, made, tmp_path):
+    documents = load(tmp_path, count=2, sentences=6)
     with pytest.raises(KeyboardInterrupt):
-        teach(tmp_path / "made", base, documents, on_step=interrupt)
-    assert os.listdir(tmp_path / "made" / "note 0") == [CHECKPOINT_FOLDER]
+        teach(documents, on_step=interrupt)
+    assert os.listdir(made / "note 0") == [CHECKPOINT_FOLDER]
     seen = []
-    assert teach(tmp_path / "made", base, documents, on_step=seen.append) == []
+    assert teach(documents, on_step=seen.append) == []
     assert [chunk.index for chunk in seen][:7] == [0, 1, 2, 3, 4, 5, 6]
-    teach(tmp_path / "whole", base, documents)
-    assert content(tmp_path / "made") == content(tmp_path / "whole")
+    teach(documents, "whole")
+    assert content(made) == content(tmp_path / "whole")
 
 
-def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(base, tmp_path):
-    (document,) = load_table(str(write(tmp_path / "d.jsonl", count=1, sentences=12)), SETTINGS)
-
-    def interrupt(chunk):
-        raise KeyboardInterrupt
-
+def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(teach, made, tmp_path):
+    (document,) = load(tmp_path, count=1, sentences=6)
     with pytest.raises(KeyboardInterrupt):
-        teach(tmp_path / "made", base, [document], on_step=interrupt)
-    other = replace(document, text=text_of(3, 12))
-    (failure,) = teach(tmp_path / "made", base, [other])
+        teach([document], on_step=interrupt)
+    other = replace(document, text=text_of(3))
+    (failure,) = teach([other])
     assert failure["error"].startswith("the text must be the one begun in the checkpoint in ")
-    assert teach(tmp_path / "made", base, [other], overwrite=True) == []
-    teach(tmp_path / "whole", base, [other])
-    assert content(tmp_path / "made") == content(tmp_path / "whole")
+    assert teach([other], overwrite=True) == []
+    teach([other], "whole")
+    assert content(made) == content(tmp_path / "whole")
 
 
-def test_a_document_that_another_process_holds_is_listed_and_made_the_next_time(base, tmp_path):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS)
-    with locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER):
-        (failure,) = teach(tmp_path / "made", base, documents)
+def test_a_document_that_another_process_holds_is_listed_and_made_the_next_time(
+    teach, made, tmp_path
+):
+    documents = load(tmp_path, count=2)
+    with locked(made / "note 0" / CHECKPOINT_FOLDER):
+        (failure,) = teach(documents)
     assert failure["name"] == "note 0"
     assert failure["error"].startswith("checkpoint folder must have one writer, got ")
-    assert Library(tmp_path / "made").list() == ["note 1"]
-    assert teach(tmp_path / "made", base, documents) == []
-    assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 1"]
+    assert Library(made).list() == ["note 1"]
+    assert teach(documents) == []
+    assert sorted(Library(made).list()) == ["note 0", "note 1"]
 
 
-def test_a_second_command_in_the_library_is_refused(base, tmp_path):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)
-    library = Library(tmp_path / "made")
-    with held(library.folder / LOCK), pytest.raises(InUse, match="must have one holder"):
-        teach_table(library, *base, documents)
-    assert teach_table(library, *base, documents) == []
-    assert os.listdir(library.folder) == ["note 0"]
+def test_a_second_command_in_the_library_is_refused(teach, made, tmp_path):
+    documents = load(tmp_path, count=1)
+    made.mkdir()
+    with held(made / LOCK), pytest.raises(InUse, match="must have one holder"):
+        teach(documents)
+    assert teach(documents) == []
+    assert os.listdir(made) == ["note 0"]
 
 
-def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, monkeypatch):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
-    read = library_module.read
-
-    def fill(model, ids, settings, place, **options):
-        if place.title == "note 1":
-            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
-        return read(model, ids, settings, place, **options)
-
-    monkeypatch.setattr(library_module, "read", fill)
+def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(
+    teach, made, tmp_path, monkeypatch, fail_at_note_1
+):
+    documents = load(tmp_path, count=3)
+    fail_at_note_1(OSError(errno.ENOSPC, "No space left on device", str(tmp_path)))
     with pytest.raises(OSError, match="No space left"):
-        teach(tmp_path / "made", base, documents)
-    assert Library(tmp_path / "made").list() == ["note 0"]
-    assert not (tmp_path / "made" / FAILURES).exists()
+        teach(documents)
+    assert Library(made).list() == ["note 0"] and not (made / FAILURES).exists()
     monkeypatch.undo()
-    assert teach(tmp_path / "made", base, documents) == []
-    assert len(Library(tmp_path / "made").list()) == 3
+    assert teach(documents) == []
+    assert len(Library(made).list()) == 3
 
 
-def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(base, tmp_path, monkeypatch):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
-    read = library_module.read
-
-    def fail(model, ids, settings, place, **options):
-        if place.title == "note 1":
-            raise RuntimeError("no such kernel")
-        return read(model, ids, settings, place, **options)
-
-    monkeypatch.setattr(library_module, "read", fail)
-    (failure,) = teach(tmp_path / "made", base, documents)
+def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(
+    teach, made, tmp_path, fail_at_note_1
+):
+    fail_at_note_1(RuntimeError("no such kernel"))
+    (failure,) = teach(load(tmp_path, count=3))
     assert failure == {"line": 2, "name": "note 1", "error": "RuntimeError('no such kernel')"}
-    assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 2"]
+    assert sorted(Library(made).list()) == ["note 0", "note 2"]
 
 
-def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_path, monkeypatch):
-    documents = load_table(
-        str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS
-    )
+def test_what_failed_in_another_process_stays_listed_until_it_is_made(
+    teach, made, tmp_path, monkeypatch, fail_at_note_1
+):
+    documents = load(tmp_path, BROKEN_PATH, count=2)
     others = [
-        {"line": line, "name": name, "error": "there"} for line, name in ((1, "note 0"), (3, "x"))
+        {"line": 1, "name": "note 0", "error": "there"},
+        {"line": 3, "name": "x", "error": "there"},
     ]
-    file = tmp_path / "made" / FAILURES
-    read = library_module.read
     listed = []
 
-    def fail(model, ids, settings, place, **options):
-        if place.title == "note 1":
-            file.write_text("".join(json.dumps(row) + "\n" for row in others))
-            raise ValueError("here")
-        return read(model, ids, settings, place, **options)
-
     def look(steps, note):
-        rows = file.read_text().splitlines() if file.exists() else []
-        listed.append([(each["line"], each["error"][:5]) for each in map(json.loads, rows)])
+        listed.append([(each["line"], each["error"][:5]) for each in list_failures(made)])
+        if len(listed) == 1:
+            write_rows(made / FAILURES, others)
 
-    monkeypatch.setattr(library_module, "read", fail)
-    assert len(teach(tmp_path / "made", base, documents, progress=lambda *_: look)) == 2
-    assert listed == [[], [(2, "here"), (3, "there")], [(2, "here"), (3, "text ")]], (
-        "note 0 is made"
-    )
+    fail_at_note_1(ValueError("here"))
+    assert len(teach(documents, progress=lambda *_: look)) == 2
+    after_note_1 = [(2, "here"), (3, "there")]
+    assert listed == [[], after_note_1, [(2, "here"), (3, "text ")]], "note 0 is made"
     monkeypatch.undo()
     (tmp_path / "x.txt").write_text(text_of(9))
-    assert teach(tmp_path / "made", base, documents) == [] and not file.exists()
+    assert teach(documents) == [] and not (made / FAILURES).exists()
 
 
-def test_failures_of_a_former_table_are_forgotten(base, tmp_path):
-    (tmp_path / "made").mkdir()
-    rows = [{"line": 9, "name": "old", "error": "e"}, {"line": 1, "name": "other", "error": "e"}]
-    (tmp_path / "made" / FAILURES).write_text(
-        "".join(json.dumps(row) + "\n" for row in rows) + "{half"
-    )
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)
-    assert teach(tmp_path / "made", base, documents) == []
-    assert os.listdir(tmp_path / "made") == ["note 0"]
+def test_failures_of_a_former_table_are_forgotten(teach, made, tmp_path):
+    made.mkdir()
+    old = {"line": 9, "name": "old", "error": "e"}
+    write_rows(made / FAILURES, [old, {**old, "line": 1}, "{half"])
+    assert teach(load(tmp_path, count=1)) == []
+    assert os.listdir(made) == ["note 0"]
+
+
+def test_what_was_not_read_is_not_kept(teach, made, tmp_path):
+    row = {"name": "ann", "text": "One\ntwo three. " * 40 + "Zorblat.", "max_tokens": 60}
+    assert teach(load(tmp_path, row), unwrapped=True) == []
+    text, sample = ((made / "ann" / file).read_text() for file in ("text.txt", "sample.txt"))
+    assert text.startswith("One\ntwo three. One\n"), "as it was written"
+    assert "Zorblat" not in text + sample
 
 
 # ---------------------------------------------------------------------- the command
@@ -389,57 +383,35 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            cli.main(["read", *map(str, args)])
+            cli.main(["read", *args])
         return ended.value.code, *capsys.readouterr()
 
     return run
 
 
 def test_the_command_teaches_a_table(run, tmp_path):
-    write(tmp_path / "d.jsonl", "{broken", {"name": "x", "path": "none.txt"}, count=2)
-    code, out, err = run("--manifest", "d.jsonl", "--library", "made", *FAST, "--json", "r.json")
-    assert code == 3 and out == "2 of 4 are in made. Next: locas ask QUESTION --library made\n"
+    hostile = {"name": "x\x1b[2J", "text": "a b"}
+    write(tmp_path, "{broken", {"name": "x", "path": "none.txt"}, hostile, count=1)
+    code, out, err = run("--manifest=d.jsonl", "--library", "made", *FAST, "--json", "r.json")
+    assert code == 3 and out == "1 of 4 are in made. Next: locas ask QUESTION --library made\n"
     lines = err.splitlines()
-    assert lines[0].startswith("4 documents 100% 2 done, 2 failed, ")
-    assert lines[1].startswith("line 3: each row must be an object with name")
-    assert lines[2].startswith("line 4, x: text must be an existing file, got 'none.txt'")
-    assert lines[3:] == [
-        "2 failed: made/failures.jsonl lists them. The same command tries them again"
-    ]
+    for line, message in zip(
+        lines,
+        (
+            "4 documents 100% 1 done, 3 failed, ",
+            "line 2: each row must be an object with name",
+            "line 3, x: text must be an existing file, got 'none.txt'",
+            "line 4, x\\x1b[2J: name must be at most 60 letters",
+            "3 failed: made/failures.jsonl lists them. The same command tries them again",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(message)
+    assert "\x1b" not in err
     result = json.loads((tmp_path / "r.json").read_text())
-    assert result["documents"] == 4 and [each["line"] for each in result["failures"]] == [3, 4]
+    assert result["documents"] == 4 and [each["line"] for each in result["failures"]] == [2, 3, 4]
     (record,) = json.loads((tmp_path / "made" / "note 0" / "record.json").read_text())["stages"]
     assert (record["model"], record["r"], record["title"]) == (backbone.NAME, 4, "note 0")
-
-    write(tmp_path / "d.jsonl", count=2)
-    assert run("--manifest=d.jsonl", "--library", "made", *FAST)[0] == 0
-    assert run("--manifest", "d.jsonl", "--library", "made", *FAST, "--r", "8")[0] == 3
-    assert sorted(os.listdir(tmp_path / "made")) == ["failures.jsonl", "note 0", "note 1"]
-
-
-def test_a_text_that_is_missing_leaves_no_empty_library(run, tmp_path):
-    code, _, err = run("none.txt", "--library", "made", *FAST)
-    assert code == 2 and err.startswith("error: text must be an existing file")
-    assert os.listdir(tmp_path) == []
-
-
-def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path):
-    write(tmp_path / "d.jsonl", {"name": "x\x1b[2J", "text": "a b"}, count=0)
-    code, _, err = run("--manifest", "d.jsonl", "--library", "made", *FAST)
-    assert code == 3 and "\x1b" not in err
-    assert "line 1, x\\x1b[2J: name must be at most 60 letters" in err
-
-
-def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
-    (tmp_path / "note 0.txt").write_text(text_of(0))
-    write(tmp_path / "d.jsonl", count=1)
-    assert run("note 0.txt", "--library", "alone", *FAST)[0] == 0
-    assert run("--manifest", "d.jsonl", "--library", "made", *FAST)[0] == 0
-    one, two = (content(tmp_path / name) for name in ("alone", "made"))
-    for made in (one, two):
-        (stage,) = made["note 0/record.json"]
-        del stage["title"]
-    assert one == two
 
 
 @pytest.mark.parametrize(
@@ -452,15 +424,15 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
         ("--manifest d.jsonl --library made --name x", "--manifest needs --library"),
         ("--manifest d.jsonl --library made --from x", "--manifest needs --library"),
         ("--manifest d.jsonl --library made --method none", "--manifest needs --library"),
-        ("--manifest none.jsonl --library made", "text must be an existing file, got 'none.jsonl'"),
         ("--manifest d.jsonl --library d.jsonl", "--library must be a folder, got "),
+        ("none.txt --library made", "text must be an existing file"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(arguments, message, run, tmp_path):
-    write(tmp_path / "d.jsonl", count=1)
+    write(tmp_path, count=1)
     code, out, err = run(*arguments.split())
     assert (code, out) == (2, "") and err.startswith(f"error: {message}") and err.count("\n") == 1
-    assert not list((tmp_path / "made").rglob("*")) if (tmp_path / "made").exists() else True
+    assert os.listdir(tmp_path) == ["d.jsonl"]
 
 
 def launch(*args, folder: Path, processes: int = 1) -> subprocess.Popen:
@@ -499,40 +471,30 @@ linux = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_processes_of_a_launcher_share_a_table(tmp_path, base):
+def test_processes_of_a_launcher_share_a_table(tmp_path, teach, made):
     rows = [{"name": "broken", "path": "none.txt"}, "{broken"]
-    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, count=3)), SETTINGS)
+    documents = load(tmp_path, *rows, count=3)
     process = launch(folder=tmp_path, processes=2)
     out, err = process.communicate(timeout=200)
     # The launcher has its own exit code for processes that end with 3.
     assert process.returncode == 1 and out.startswith("3 of 5 are in made"), err
     assert err.count("2 failed: made/failures.jsonl lists them") == 1
-    teach(tmp_path / "alone", base, documents, unwrapped=True)
-    listed = [
-        [
-            (row["line"], row["name"])
-            for row in map(json.loads, (tmp_path / name / FAILURES).read_text().splitlines())
-        ]
-        for name in ("made", "alone")
-    ]
-    assert listed == [[(4, "broken"), (5, None)]] * 2
-    for name in ("made", "alone"):
-        (tmp_path / name / FAILURES).unlink()
-    assert content(tmp_path / "made") == content(tmp_path / "alone")
+    teach(documents, "alone", unwrapped=True)
+    for folder in (made, tmp_path / "alone"):
+        found = [(row["line"], row["name"]) for row in list_failures(folder)]
+        assert found == [(4, "broken"), (5, None)]
+    assert content(made) == content(tmp_path / "alone")
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["one", "all"])
-def test_after_a_kill_the_same_command_finishes(killed, tmp_path, base):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=4, sentences=80)), SETTINGS)
+def test_after_a_kill_the_same_command_finishes(killed, tmp_path, teach, made):
+    documents = load(tmp_path, count=4, sentences=80)
     process = launch(folder=tmp_path, processes=2)
     try:
         # Each process has the lock of its own document.
-        wait_for(
-            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
-            process,
-        )
+        wait_for(lambda: len(list(made.glob("*/checkpoint/checkpoint.lock"))) == 2, process)
         workers = find_workers(process)
         assert len(workers) == 2
         if killed == "all":
@@ -544,30 +506,13 @@ def test_after_a_kill_the_same_command_finishes(killed, tmp_path, base):
     finally:
         process.kill()
     assert process.returncode != 0
-    assert len(Library(tmp_path / "made").list()) < 4
+    assert len(Library(made).list()) < 4
     again = launch(folder=tmp_path, processes=2 if killed == "one" else 1)
     out, err = again.communicate(timeout=200)
     assert again.returncode == 0 and out.startswith("4 of 4 are in made"), err
-    assert not list((tmp_path / "made").rglob("*.lock"))
-    assert not list((tmp_path / "made").rglob(CHECKPOINT_FOLDER))
-    teach(tmp_path / "alone", base, documents[:1], unwrapped=True)
-    made, alone = content(tmp_path / "made"), content(tmp_path / "alone")
-    assert {name: made[name] for name in alone} == alone
-
-
-@pytest.mark.slow
-def test_one_broken_document_in_100_is_listed_and_the_others_are_made(base, tmp_path):
-    rows = [{"name": f"n{number}", "text": text_of(number, 1)} for number in range(100)]
-    rows[57] = {"name": "n57", "path": "none.txt"}
-    documents = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
-    (failure,) = teach(tmp_path / "made", base, documents)
-    assert (failure["line"], failure["name"]) == (58, "n57")
-    names = sorted(Library(tmp_path / "made").list())
-    assert names == sorted(row["name"] for row in rows if row["name"] != "n57")
-    shutil.rmtree(tmp_path / "made" / "n3")
-    (tmp_path / "none.txt").write_text(text_of(57, 1))
-    assert teach(tmp_path / "made", base, documents) == []
-    assert len(Library(tmp_path / "made").list()) == 100
+    assert not list(made.rglob("*.lock")) and not list(made.rglob(CHECKPOINT_FOLDER))
+    teach(documents[:1], "alone", unwrapped=True)
+    assert content(tmp_path / "alone").items() <= content(made).items()
 
 
 # ---------------------------------------------------------------------- the recipes
@@ -596,7 +541,6 @@ def test_the_recipes_for_clusters_call_the_command():
     subprocess.run(["bash", "-n", script], check=True)
     assert '-m locas_peft study --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
     service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
-    assert job["apiVersion"] == "batch/v1" and job["kind"] == "Job"
     assert job["spec"]["completionMode"] == "Indexed"
     pods = job["spec"]["template"]["spec"]
     assert service["metadata"]["name"] == pods["subdomain"]
@@ -615,12 +559,11 @@ def test_the_uv_script_calls_the_command(monkeypatch):
     tomllib = pytest.importorskip("tomllib")
     source = (CLUSTER / "teach.py").read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", source)[1]
-    header = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))
+    header = tomllib.loads(re.sub("(?m)^# ?", "", block))
     assert header["dependencies"][0] == "locas_peft[library,gguf]"
     assert header["requires-python"] == ">=3.10"
-    assert (
-        CLUSTER / header["tool"]["uv"]["sources"]["locas_peft"]["path"] / "pyproject.toml"
-    ).exists()
+    package = header["tool"]["uv"]["sources"]["locas_peft"]["path"]
+    assert (CLUSTER / package / "pyproject.toml").exists()
     monkeypatch.setattr(sys, "argv", ["teach.py", "d.jsonl", "made", "--r", "4"])
     called = []
     monkeypatch.setattr("locas_command.main", lambda: called.append(sys.argv[1:]))
@@ -666,21 +609,20 @@ class FakeRay:
     def nodes(self):
         return [{"Alive": True, "Resources": each} for each in self._nodes]
 
-    def remote(self, **options):
-        assert options == {"max_restarts": -1}
-        return lambda kind: SimpleNamespace(options=self._options)
+    def remote(self, max_restarts):
+        assert max_restarts == -1
+        return lambda kind: self
 
-    def _options(self, **share):
-        return SimpleNamespace(remote=lambda *arguments: self._start(share))
+    def options(self, num_cpus, num_gpus):
+        self.shares.append((num_cpus, num_gpus))
+        return SimpleNamespace(remote=self._start)
 
-    def _start(self, share):
-        self.shares.append((share["num_cpus"], share["num_gpus"]))
-        number = len(self.shares) - 1
+    def _start(self, *arguments):
+        actor = len(self.shares) - 1
         # A new object for each call, as Ray's references are.
-        call = SimpleNamespace(remote=lambda document: (number, document.name, object()))
-        return SimpleNamespace(
-            teach=call, __ray_ready__=SimpleNamespace(remote=lambda: (number, None, object()))
-        )
+        teach = SimpleNamespace(remote=lambda document: (actor, document.name, object()))
+        ready = SimpleNamespace(remote=lambda: (actor, None, object()))
+        return SimpleNamespace(teach=teach, __ray_ready__=ready)
 
     def wait(self, running):
         return running[:1], running[1:]
@@ -695,7 +637,7 @@ def on_ray(tmp_path, monkeypatch):
         ray = FakeRay(nodes, teach)
         monkeypatch.setitem(sys.modules, "ray", ray)
         monkeypatch.setattr("locas_peft.library.table.POLL_SECONDS", 0.0)
-        documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
+        documents = load(tmp_path, count=3)
         try:
             return ray, teach_on_ray(Library(tmp_path / "made"), {}, documents, **options)
         finally:
@@ -713,23 +655,21 @@ def test_each_gpu_has_an_actor_and_each_other_node_as_many_as_are_asked_for(on_r
 def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_made_is_left_out(
     on_ray,
 ):
-    taught = []
+    taught = set()
+    reason = "ModuleNotFoundError: No module named 'locas_peft'"
 
     def teach(actor, name):
         if actor == 1:
-            raise NoActorError(
-                "it died because of an error\n\nModuleNotFoundError: No module named 'locas_peft'"
-            )
+            raise NoActorError(f"it died because of an error\n\n{reason}")
         if name == "note 1":
             raise ActorError("the actor is unavailable\nand more")
-        taught.extend([name] if name else [])
+        taught.add(name)
 
     _, (failure,) = on_ray(teach, [{"CPU": 2.0}], actors_per_node=2)
     ended = f"its actor ended {RETRIES + 1} times: the actor is unavailable"
     assert failure == {"line": 2, "name": "note 1", "error": ended}
-    assert {*taught} == {"note 0", "note 2"}
-    message = "^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$"
-    with pytest.raises(ValueError, match=message):
+    assert taught == {"note 0", "note 2", None}
+    with pytest.raises(ValueError, match=f"^no actor can be made: {reason}$"):
         on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], actors_per_node=2)
 
 
@@ -765,18 +705,15 @@ def find_teaching_actors(process: subprocess.Popen) -> list[psutil.Process]:
 
 @linux
 @pytest.mark.slow
-def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_process(base, tmp_path):
+def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_process(
+    teach, made, tmp_path
+):
     pytest.importorskip("ray")
-    rows = [{"name": f"note {number}", "text": text_of(number, 40)} for number in range(5)]
-    documents = load_table(
-        str(write(tmp_path / "d.jsonl", *rows, {"name": "x", "path": "none.txt"})), SETTINGS
-    )
+    gone = {"name": "x", "path": "none.txt"}
+    documents = load(tmp_path, gone, count=5, sentences=40)
     process = launch("--ray", folder=tmp_path)
     try:
-        wait_for(
-            lambda: list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock")),
-            process,
-        )
+        wait_for(lambda: list(made.glob("*/checkpoint/checkpoint.lock")), process)
         (actor,) = find_teaching_actors(process)
         actor.kill()
         out, err = process.communicate(timeout=400)
@@ -786,12 +723,10 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
     assert process.returncode == 3 and out.startswith("5 of 6 are in made"), err
     assert "6 documents 100% 5 done, 1 failed" in err
     assert "line 6, x: text must be an existing file" in err
-    assert not list((tmp_path / "made").rglob("*.lock"))
-    (failure,) = map(json.loads, (tmp_path / "made" / FAILURES).read_text().splitlines())
-    assert teach(tmp_path / "alone", base, documents, unwrapped=True)[0].keys() == failure.keys()
-    for folder in ("made", "alone"):
-        (tmp_path / folder / FAILURES).unlink()
-    assert content(tmp_path / "made") == content(tmp_path / "alone")
+    assert not list(made.rglob("*.lock"))
+    (failure,) = list_failures(made)
+    assert teach(documents, "alone", unwrapped=True)[0].keys() == failure.keys()
+    assert content(made) == content(tmp_path / "alone")
 
 
 @pytest.mark.slow
@@ -800,7 +735,7 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
 )
 def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path):
     pytest.importorskip("ray")
-    write(tmp_path / "d.jsonl", count=1)
+    write(tmp_path, count=1)
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as other:  # a server that never answers
         address = address.replace("other", f"127.0.0.1:{other.getsockname()[1]}")
@@ -809,13 +744,3 @@ def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path
     assert err.startswith(f"error: --ray must be a cluster that can be reached, got '{address}' (")
     assert err.count("\n") == 1 and not os.listdir(tmp_path / "made")
     assert time.monotonic() < began + 15
-
-
-def test_what_was_not_read_is_not_kept(tmp_path, base, monkeypatch):
-    kept = []
-    monkeypatch.setattr(Library, "add", lambda *_, **options: kept.append(options))
-    rows = [{"name": "ann", "text": "One\ntwo three. " * 40 + "Zorblat.", "max_tokens": 60}]
-    documents = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
-    teach(tmp_path / "library", base, documents, unwrapped=True)
-    assert kept[0]["kept_text"].startswith("One\ntwo three. One\n")
-    assert "Zorblat" not in kept[0]["kept_text"] + kept[0]["sample"]
