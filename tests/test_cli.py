@@ -318,6 +318,8 @@ EARLY_REFUSALS = {
     "study text.txt --out m --exchanges-file bad.jsonl": "each line of 'bad.jsonl' must be ",
     "study text.txt --out m --exchanges-file bad.jsonl --exchanges 3": "--exchanges is the ",
     "eval perplexity text.txt --method lora --scaling 2": "scaling has no meaning for the ",
+    "eval perplexity text.txt --column x": "--column has no meaning without --dataset, got x: ",
+    "resize memory --r 2 --out o --max-tokens 9": "--max-tokens has no meaning without --text, ",
     "eval locomo talks.json --passes 2": "--passes has no meaning without --study, got 2: ",
     "demo --seed 9999999999999999999999": 'Invalid value "9999999999999999999999" for --seed. ',
     "demo --out mine": "--out 'mine/lora' holds a memory: choose another folder, or give --over",
