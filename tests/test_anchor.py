@@ -335,7 +335,7 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(make, others, tmp_pat
         (
             lambda: make_trainer(steps=[Anchor(torch.full((1, 4), VOCABULARY))]),
             ValueError,
-            r"texts must lie in \[0, 64\), the model's vocabulary, got 64: write them with this model",
+            r"texts must lie in \[0, 64\), the model's vocabulary, got 64: write them",
         ),
         (
             lambda: make_trainer(steps=[Anchor(torch.ones(1, 5000, dtype=torch.long))]),

@@ -62,7 +62,7 @@ def list_slots(model, name="default") -> torch.Tensor:
 
 
 def activate_at_ends(model, tokenizer, texts, count):
-    """Return the gates' inputs of each layer's slots at the last tokens of texts, before the activation."""
+    """Return each layer's gates, before the activation, at the last tokens of texts."""
     gates = {}
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         for layer in list_layers(model, "default"):

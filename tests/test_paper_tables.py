@@ -35,7 +35,7 @@ PAIRS = {
 
 @contextmanager
 def imported(script: str, package: str, modules: str):
-    """Import a script of `benchmarks/` and modules of its tables; their folder leaves the path afterwards."""
+    """Import a script of `benchmarks/` and modules of its tables; afterwards all are gone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         found = {name: importlib.import_module(f"{package}.{name}") for name in modules.split()}

@@ -412,7 +412,7 @@ def test_progress_begins_anew_with_each_reading():
 
 
 def test_a_new_protocol_is_a_table_of_units(embedded, tmp_path):
-    """The perplexity of one text under the memories of several texts: written with public names alone."""
+    """The perplexity of a text under memories of others: written with public names alone."""
     base, tokenizer = embedded
     settings = complete(ReadSettings(window=32, stride=16, r=4, anchor=0), base)
     target, own, other = (tokenize(tokenizer, text) for text in (BOOK, BOOK * 2, "He came. " * 15))

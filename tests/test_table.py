@@ -104,7 +104,7 @@ def list_failures(folder: Path) -> list[dict]:
 
 
 def content(folder: Path) -> dict:
-    """The files of a library, without the times that a reading took and the folder where it was made."""
+    """The files of a library, without times, failures and the folder where it was made."""
     found = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
@@ -541,6 +541,7 @@ def test_the_recipes_for_clusters_call_the_command():
     subprocess.run(["bash", "-n", script], check=True)
     assert '-m locas_peft study --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
     service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    assert job["apiVersion"] == "batch/v1" and job["kind"] == "Job"
     assert job["spec"]["completionMode"] == "Indexed"
     pods = job["spec"]["template"]["spec"]
     assert service["metadata"]["name"] == pods["subdomain"]
