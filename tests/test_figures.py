@@ -14,6 +14,7 @@ RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "benchmarks" / "results"
 HOST = "Qwen2.5-Coder-0.5B-Instruct"
 PAPER = FOLDER / "paper" / HOST / "cpu"
+PAPER_FLOAT32 = FOLDER / "paper-float32" / HOST / "cpu"
 READINGS = PAPER / "readings"
 BOOKS = ("3649", "36235")
 SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
@@ -270,6 +271,40 @@ def test_the_table_of_fictional_passages_has_the_figures_of_the_results(name, ro
         expected = [f"{number:.{digits}f}" for number in numbers]
         assert re.findall(r"-?[\d.]+", cell) == expected
     assert f"{float(found[9]):,.0f}" in cells[5]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("base", "base"),
+        ("TempLoRA r=64, 3e-4", "TempLoRA r=64 at 0.0003"),
+        ("Locas r=64", "Locas r=64 at 0.004"),
+    ],
+)
+def test_the_table_of_the_dialogues_has_the_figures_of_the_results(name, row):
+    page = (FOLDER / "paper-float32" / HOST / "cpu.md").read_text(encoding="utf-8")
+    cells = list_cells(name, RESULTS, "| | dialogue in the context | change from the base")
+    expected = []
+    for setting in ("full-context", "no-context"):
+        *_, answerable, _, change = list_cells(f"{row}, {setting}", page, "|  | multi-hop")
+        expected.append(answerable)
+        numbers = re.findall(r"-?[\d.]+", change)
+        expected.append("-")
+        if row != "base":
+            expected[-1] = "{:.1f} [{:.1f}, {:.1f}]".format(*map(float, numbers))
+    assert cells == expected
+
+
+def test_the_dialogues_temporal_questions_and_the_distance_to_lora_are_those_of_the_results():
+    scores = json.loads((PAPER_FLOAT32 / "locomo-f1.json").read_text(encoding="utf-8"))
+    none, lora, locas = (scores[name]["no-context"] for name in ("none", "lora-best", "locas"))
+    assert f"F1 of the {len(none)} that have an answer" in RESULTS
+    behind = 100 * statistics.mean(lora[key] - locas[key] for key in none)
+    assert f"is {behind:.1f} points behind it" in RESULTS
+    answers = json.loads((PAPER_FLOAT32 / "locomo.json").read_text(encoding="utf-8"))["answers"]
+    before = answers["none"]["no-context"]["none"]["temporal"]["mean"]
+    after = answers["lora-best"]["no-context"]["right"]["temporal"]["mean"]
+    assert f"(temporal questions: {100 * before:.1f}, with TempLoRA {100 * after:.1f})" in RESULTS
 
 
 def list_baselines() -> list[list[str]]:

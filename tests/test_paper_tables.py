@@ -252,7 +252,7 @@ def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench, monkeypatch
     )
     tables.mmlu.fill(bench)
     page = tables.mmlu.tabulate(bench)
-    assert page.count("\n| Locas r=64 |") == 2 and "\n| TempLoRA r=64, with the anchor |" in page
+    assert page.count("\n| Locas r=64 |") == 2 and "\n| TempLoRA r=64, default rate, with the anchor |" in page
     base, memory = (
         json.loads((bench.folder / "mmlu" / name / "own-answers.json").read_text())["figures"]
         for name in ("none", "locas-glu")
@@ -277,13 +277,13 @@ def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypa
     (data / "locomo").mkdir()
     write_samples(data / "locomo", make_samples())
     rows = {"locas": tables.rows.LOCAS}
-    monkeypatch.setattr(tables.locomo, "_list_rows", lambda bench, make: rows)
+    monkeypatch.setattr(tables.locomo, "_list_rows", lambda bench: rows)
     tables.locomo.fill(bench)
     lines = tables.locomo.tabulate(bench).splitlines()
     base, own = (tables.locomo._load_f1(bench, row, "no-context") for row in ("none", "locas"))
     assert base and base.keys() == own.keys()
     change = 100 * sum(own[key] - base[key] for key in base) / len(base)
-    (line,) = [line for line in lines if line.startswith("| Locas r=64, no-context |")]
+    (line,) = [line for line in lines if line.startswith("| Locas r=64 at 0.004, no-context |")]
     assert f" {change:.2f} " in line.split("|")[-2]
 
 

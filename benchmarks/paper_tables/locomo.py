@@ -32,10 +32,10 @@ PAPER_NOTE = (
 )
 
 
-def _list_rows(bench: Bench, make: bool) -> dict[str, Row]:
+def _list_rows(bench: Bench) -> dict[str, Row]:
     """Return the methods that read a dialogue, by their names in files."""
     rows = {"lora-default": DEFAULT_LORA}
-    best = best_lora(bench, make)
+    best = best_lora(bench, make=True)
     if best is not None:
         rows["lora-best"] = best
     if bench.is_gated:
@@ -72,7 +72,7 @@ def _draw_questions(conversation: Conversation, count: int | None) -> Conversati
 def fill(bench: Bench) -> None:
     """Let each method read the dialogues, and ask it with the dialogue in context and without."""
     methods = {}
-    for name, row in _list_rows(bench, make=True).items():
+    for name, row in _list_rows(bench).items():
         methods[name] = replace(row.settings(bench.common), model=bench.host)
     run = Run(bench.base, bench.tokenizer, methods, bench.folder, common=_describe(bench))
     plan = LocomoPlan(SETTINGS, wrong_memory=False)
@@ -95,18 +95,15 @@ def tabulate(bench: Bench) -> str:
         return ""
     figures = load_json(file)
     names = [*CATEGORIES.values(), "answerable", "abstention"]
-    labels = {"none": "base"}
-    for name, row in _list_rows(bench, make=False).items():
-        labels[name] = row.name
     scores = load_json(bench.folder / SCORES)
     lines = []
     for setting in SETTINGS:
         base = scores["none"][setting]
         for method, groups in figures["answers"].items():
-            if method not in labels or setting not in groups:
+            if setting not in groups:
                 continue
             (means,) = groups[setting].values()
-            cells = [f"{labels[method]}, {setting}"]
+            cells = [f"{_label(figures['methods'].get(method))}, {setting}"]
             cells += [format_percent(means.get(name)) for name in names]
             own = scores[method][setting]
             differences = [own[key] - base[key] for key in base if key in own]
@@ -114,13 +111,25 @@ def tabulate(bench: Bench) -> str:
             cells.append("-" if method == "none" else format_mean(change, 2, 100.0))
             lines.append(cells)
     conversations = ", ".join(figures["conversations"])
+    count = len(scores["none"][SETTINGS[0]])
     note = (
         f"F1 in %, by LoCoMo's rules for each category, with 95% intervals over questions; "
-        f"conversations {conversations}. The last column is the paired change of all categories "
+        f"conversations {conversations}, {count} questions with an answer, {figures['dtype']}. The last column is the paired change of all categories "
         "but the adversarial one. Greedy answers of at most 32 tokens."
     )
     table = make_table(["", *names, "change from the base"], lines)
     return f"{note}\n\n{table}\n\n{PAPER_NOTE}"
+
+
+def _label(settings: dict[str, Any] | None) -> str:
+    """Return the name of a method in the table, by the settings of its readings; None is the base.
+
+    The rate is the one that was used: a sweep of this folder may be missing or newer.
+    """
+    if settings is None:
+        return "base"
+    name = "TempLoRA" if settings["method"] == "lora" else "Locas"
+    return f"{name} r={settings['r']} at {settings['learning_rate']:g}"
 
 
 def _load_f1(bench: Bench, method: str, setting: str) -> dict[str, float]:

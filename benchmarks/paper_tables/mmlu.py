@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,16 +37,21 @@ Measure = Callable[[nn.Module], dict[str, Any]]
 
 def list_rows(bench: Bench, make: bool) -> list[Row]:
     """Return the rows, the base first: each method with and without the anchor."""
-    rows = [NONE, DEFAULT_LORA, lora(name="TempLoRA r=64, with the anchor", anchor=ANCHOR)]
+    rows = [NONE, DEFAULT_LORA, _with_anchor(DEFAULT_LORA)]
     best = best_lora(bench, make)
     if best is not None:
-        rows.append(best)
+        rows += [best, _with_anchor(best)]
     if bench.is_gated:
         rows += [LOCAS, locas(name="Locas r=64, without the anchor", anchor=0.0), GAINS]
     width = bench.scale.large_width
     if width is not None:
         rows += [lora(width), locas(width)]
     return rows
+
+
+def _with_anchor(row: Row) -> Row:
+    given = {**row.given, "anchor": ANCHOR}
+    return replace(row, name=f"{row.name}, with the anchor", given=given)
 
 
 def ask_letters(bench: Bench, with_examples: bool) -> Measure:
