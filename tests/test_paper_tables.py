@@ -252,7 +252,10 @@ def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench, monkeypatch
     )
     tables.mmlu.fill(bench)
     page = tables.mmlu.tabulate(bench)
-    assert page.count("\n| Locas r=64 |") == 2 and "\n| TempLoRA r=64, default rate, with the anchor |" in page
+    assert (
+        page.count("\n| Locas r=64 |") == 2
+        and "\n| TempLoRA r=64, default rate, with the anchor |" in page
+    )
     base, memory = (
         json.loads((bench.folder / "mmlu" / name / "own-answers.json").read_text())["figures"]
         for name in ("none", "locas-glu")
