@@ -300,6 +300,7 @@ EARLY_REFUSALS = {
     "read learning_rate --out m": "text must be an existing file, got 'learning_rate': check the",
     "read text.txt --out m --json no/r.json": "--json must lie in an existing folder, got ",
     "read text.txt --method none --json text.txt": "--json must be a new file or one of JSON, got",
+    "read text.txt --method none --json bad.json": "--json must be a new file or one of JSON, got",
     "inspect memory --json memory/record.json": "--json must lie outside the folder of a memory",
     "read text.txt --out m --resume --overwrite": "--resume and --overwrite exclude each other: ",
     "read text.txt --out m --layers top": "Invalid value for --layers: must be upper, or indices",
@@ -364,6 +365,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     (tmp_path / "mine" / "lora").symlink_to(memory)
     (tmp_path / "notes").mkdir()
     (tmp_path / "bad.jsonl").write_text("{\n")
+    (tmp_path / "bad.json").write_text("[INFO] begins as JSON does\n")
     write_samples(tmp_path, make_samples())
     before = names(tmp_path)
     assert refused(run, command).startswith(message)

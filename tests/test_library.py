@@ -410,6 +410,16 @@ def test_a_damaged_memory_does_not_stop_the_others(library, caplog):
     assert library.route([LAMP, BREAD]) == ["lamp", None]
     assert caplog.messages[0].startswith("memory 'bread' is not found by questions: each line of ")
     exchanges.unlink()
+    caplog.clear()
+    config = folder / "adapter_config.json"
+    sound = config.read_bytes()
+    config.write_text("{")
+    assert library.name_base() == "locas_peft/tinybook-glu"
+    assert caplog.messages[0].startswith("memory 'bread' cannot be opened: ")
+    library.check_base("locas_peft/tinybook-glu")
+    with pytest.raises(ValueError, match="memories of one base, got 'another' beside "):
+        library.check_base("another")
+    config.write_bytes(sound)
     with (folder / "sample.txt").open("ab") as sample:
         sample.write(b"\xff")
     assert library.route([LAMP, BREAD]) == ["lamp", "bread"]

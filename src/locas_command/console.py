@@ -61,21 +61,25 @@ def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
 
 def _check_json_file(file: Path) -> None:
     """Raise a `ValueError` for a file that cannot be written, or that should not be replaced."""
-    from locas_peft.files import check_output_file
+    from locas_peft.files import check_output_file, load_json
     from locas_peft.memories.folder import MEMORY_CONFIG
 
     check_output_file("--json", file)
     if (file.parent / MEMORY_CONFIG).exists():
         rule = "--json must lie outside the folder of a memory"
         raise ValueError(f"{rule}, got {str(file)!r}: name a file elsewhere")
-    if not file.exists():
+    if not file.exists() or not file.stat().st_size:
         return
-    with file.open("rb") as opened:
-        begin = opened.read(1)
-    # Lines of JSON are questions, exchanges or a table.
-    if begin not in (b"", b"{", b"[") or file.suffix.lower() == ".jsonl":
-        rule = "--json must be a new file or one of JSON"
-        raise ValueError(f"{rule}, got {str(file)!r}: name another")
+    refusal = ValueError(
+        f"--json must be a new file or one of JSON, got {str(file)!r}: name another"
+    )
+    # A line of JSON is a question, an exchange or a row of a table.
+    if file.suffix.lower() == ".jsonl":
+        raise refusal
+    try:
+        load_json(file)
+    except ValueError:
+        raise refusal from None
 
 
 def _make_console(stream: Any) -> Console:

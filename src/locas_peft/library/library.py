@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -351,11 +351,11 @@ class Library:
             return folder.name
 
     def name_base(self) -> str | None:
-        """Return the base's name, None in an empty library; a `ValueError` for two bases."""
-        memories: dict[str | None, str] = {}
-        for name in self.list():
-            config = load_memory_config(self._locate(name))
-            memories[config.get("base_model_name_or_path")] = name
+        """Return the base's name, None in an empty library; a `ValueError` for two bases.
+
+        A damaged memory is left out, and a warning is logged.
+        """
+        memories = {base: name for name, base in self._find_bases(self.list())}
         if len(memories) > 1:
             (base, memory), (other_base, other_memory) = list(memories.items())[:2]
             raise ValueError(
@@ -365,12 +365,20 @@ class Library:
             )
         return next(iter(memories), None)
 
+    def _find_bases(self, names: Iterable[str]) -> Iterator[tuple[str, str | None]]:
+        """Yield the name of each memory whose config is sound, and that of its base."""
+        for name in names:
+            try:
+                config = load_memory_config(self._locate(name))
+            except ValueError as error:
+                _logger.warning("memory %r cannot be opened: %s", name, first_line(error))
+                continue
+            yield name, config.get("base_model_name_or_path")
+
     def check_base(self, name: str) -> None:
         """Raise a `ValueError` where a base is not that of a memory here."""
-        memory = next(filter(self.__contains__, self._list_names()), None)
-        if memory is None:
-            return
-        base = load_memory_config(self._locate(memory)).get("base_model_name_or_path")
+        names = filter(self.__contains__, self._list_names())
+        _, base = next(self._find_bases(names), (None, None))
         if base is not None and not is_same_folder(base, name):
             raise ValueError(
                 "a library must hold memories of one base, "
