@@ -170,3 +170,15 @@ def test_slots_longer_than_another_memory_s_clip_keep_their_length():
     combine(model, [1.0, 1.0])
     assert model.peft_config["both"].max_slot_norm is None
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_memories_wider_together_than_the_host_s_ffn_can_be_combined():
+    model = make_model(r=16)
+    model.add_adapter("two", LocasConfig(r=16, init_weights="random"))
+    teach(model, "two", 1)
+    model.base_model.set_adapter(["default", "two"])
+    expected = logits(model)
+    assert list_layers(model)[0].ffn.slots < 32
+    model.add_weighted_adapter(["default", "two"], [1.0, 1.0], "both")
+    model.set_adapter("both")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)

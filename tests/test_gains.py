@@ -279,3 +279,23 @@ def test_another_adapter_on_the_down_projection_receives_the_scaled_neurons():
         layer.ffn.owner.up_proj.weight.data *= factors_of(layer)[:, None]
         layer.locas_gain["default"].weight.data.zero_()
     torch.testing.assert_close(logits(model), found)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the names of transformers 6
+def test_dropout_is_the_same_when_gradient_checkpointing_recomputes_the_first_forward():
+    gradients = []
+    for checkpointed in (False, True):
+        host = make_host("gpt2")
+        for module in host.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        model = get_peft_model(host, LocasConfig(r=4, gains=True)).train()
+        if checkpointed:
+            options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+            model.gradient_checkpointing_enable(**options)
+            model.enable_input_require_grads()
+        torch.manual_seed(7)
+        model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+        gradients.append([weight.grad for weight in trained_parameters(model)])
+    torch.testing.assert_close(*gradients)
+    assert any(gradient.any() for gradient in gradients[0])

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import transformers as tf
-from families import HIDDEN, VOCABULARY, make_host, make_tokens, rewrite, teach, weights_in
+from families import HIDDEN, VOCABULARY, logits, make_host, make_tokens, rewrite, teach, weights_in
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from test_families import SCALING, learn
 
@@ -376,3 +376,35 @@ def test_adapters_of_other_kinds_are_part_of_the_host_that_is_calibrated():
     calibrate(explicit, [make_tokens()])
     implicit.train()(input_ids=make_tokens())
     assert slots_of(explicit) == slots_of(implicit) != slots_of(make_calibrated())
+
+
+@pytest.mark.parametrize("frozen", [[0], [0, 1]])
+def test_no_frozen_memory_takes_part_in_a_calibration(frozen):
+    alone = get_peft_model(make_host("llama"), LocasConfig(r=4, layers_to_transform=[1]))
+    calibrate(alone, [make_tokens()])
+    config = LocasConfig(r=4, init_weights="random", layers_to_transform=frozen)
+    model = get_peft_model(make_host("llama"), config, adapter_name="frozen")
+    teach(model, "frozen")
+    model.add_adapter("default", LocasConfig(r=4, layers_to_transform=[1]))
+    model.base_model.set_adapter(["frozen", "default"])
+    for layer in list_layers(model, "frozen"):
+        for weight in layer.weights("frozen"):
+            weight.requires_grad_(False)
+    before = logits(model)
+    calibrate(model, [make_tokens()], "default")
+    (found,) = list_layers(model, "default")
+    (expected,) = list_layers(alone)
+    assert torch.equal(found.locas_input_scale["default"], expected.locas_input_scale["default"])
+    assert torch.equal(found.locas_tau["default"], expected.locas_tau["default"])
+    assert torch.equal(logits(model), before)
+
+
+def test_a_mask_for_each_kind_of_attention_is_no_mask_of_padding():
+    host = make_host("gemma3")
+    tokens = make_tokens()
+    length = tokens.shape[1]
+    causal = torch.full((len(tokens), 1, length, length), torch.finfo(torch.float32).min).triu(1)
+    masks = {"full_attention": causal, "sliding_attention": causal}
+    model = get_peft_model(host, LocasConfig(r=4)).train()
+    model(input_ids=tokens, labels=tokens, attention_mask=masks).loss.backward()
+    assert uncalibrated_memories(model) == []

@@ -41,6 +41,7 @@ from locas_peft import (
     uncalibrated_memories,
 )
 from locas_peft.memories import load_memory, save_memory
+from locas_peft.slots import widen_base
 from locas_peft.tuner import adapters_disabled, find_ffns, list_layers
 from locas_peft.tuner.modules import used_modules
 
@@ -301,6 +302,91 @@ def test_merged_memories_are_not_rescaled_and_rescaled_ones_not_merged():
         pass
     model.unmerge_adapter()
     assert same(model, before)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("llama", ["q_proj"]), ("llama", ["q_proj", "down_proj"]), ("opt", ["q_proj", "fc1", "fc2"])],
+)
+def test_unloading_a_memory_keeps_the_lora_that_was_there_before(family, targets):
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    tuned = get_peft_model(make_host(family), lora).eval()
+    expected = logits(tuned)
+    host = tuned.base_model.model
+    del host.peft_config
+    model = get_peft_model(host, LocasConfig(r=4, init_weights="random"))
+    teach(model)
+    assert not torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.unload()), expected)
+    assert not torch.equal(expected, logits(make_host(family)))
+
+
+def tie_ffns() -> tf.PreTrainedModel:
+    """A host whose layers have one FFN's weights."""
+    host = make_host("llama")
+    first, second = (layer.mlp for layer in host.model.layers)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        getattr(second, part).weight = getattr(first, part).weight
+    return host
+
+
+def share_ffn() -> tf.PreTrainedModel:
+    """A host whose layers have one FFN."""
+    host = make_host("llama")
+    host.model.layers[1].mlp = host.model.layers[0].mlp
+    return host
+
+
+@pytest.mark.parametrize("make", [tie_ffns, share_ffn])
+def test_an_ffn_that_another_module_shares_is_not_widened(make):
+    model = get_peft_model(make(), LocasConfig(r=4, init_weights="random"))
+    teach(model)
+    expected = logits(model)
+    message = "cannot widen model.layers.0.mlp: another module of the model has its weights too"
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=message):
+            merge()
+        assert torch.equal(logits(model), expected)
+    base = make()
+    before = snapshot(base)
+    with pytest.raises(ValueError, match=message):
+        widen_base(base, 4)
+    assert same(base, before)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute in the model")
+def test_a_fresh_memory_does_not_keep_the_gains_of_a_former_one_of_its_name():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights="random", gains=True))
+    for layer in list_layers(model):
+        layer.locas_gain["default"].weight.data.fill_(0.2)
+    host = model.base_model.model
+    model = get_peft_model(host, LocasConfig(r=4, init_weights="random"))
+    assert torch.equal(logits(model), logits(make_host("llama")))
+
+
+def test_the_record_of_a_deleted_memory_is_not_kept():
+    model = make_model(name="first")
+    for _ in range(2):
+        model.add_adapter("second", LocasConfig(r=4, init_weights="random"))
+        model.delete_adapter("second")
+    config = model.base_model.peft_config["second"]
+    assert config.peft_type == "LOCAS" and not config.get_record("slots")
+    assert model.peft_config["first"].get_record("slots")
+
+
+def test_a_down_projection_that_stays_in_float32_can_have_a_memory(tmp_path):
+    # transformers keeps T5's in float32.
+    config = tf.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_ff=24, d_kv=8, num_layers=1, num_heads=2
+    )
+    config.decoder_start_token_id = 0
+    tf.AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    host = tf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float16)
+    assert host.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    model = get_peft_model(host, LocasConfig(r=4, init_weights="random"))
+    assert len(list_layers(model)) == 2
 
 
 def test_a_memory_deleted_while_it_is_rescaled_stays_deleted():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import logits, make_host, make_tokens, same, snapshot, weights_in
+from families import logits, make_host, make_tokens, same, snapshot, teach, weights_in
 from peft import PeftModel, get_peft_model
 from test_families import learn
 
@@ -223,6 +223,13 @@ def test_a_written_an_empty_or_a_merged_memory_does_not_grow():
     empty = get_peft_model(make_host("llama"), LocasConfig(r=4))
     merged = make_grower()
     merged.merge_adapter()
+    beside = make_grower()
+    beside.add_adapter("other", LocasConfig(r=4, init_weights="random"))
+    teach(beside, "other")
+    beside.set_adapter("other")
+    beside.merge_adapter()
+    with pytest.raises(ValueError, match="the memory 'default' is beside a merged one: call unm"):
+        grow(beside, 8, "default", batches=[make_tokens()])
     for model, message in [
         (written, "while reading: SlotWriter fills its"),
         (empty, "^the memory 'default' is empty: set r in its config, or calibrate it"),

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ..checks import invalid
 from ..tuner.attached import find_memory
 from ..tuner.ffn import HostFFN
-from ..tuner.finding import AnyFFN, find_ffns
+from ..tuner.finding import AnyFFN, check_unshared, find_ffns
 from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
 from ..tuner.modules import plain_name
@@ -54,7 +54,9 @@ def widen_base(
         remedy = "give the largest r of the memories."
         raise invalid("neurons", "be at least 1", neurons, remedy)
     groups: dict[int, WidthGroup] = {}
-    for name, ffn in find_ffns(base, ffn_parts).items():
+    ffns = find_ffns(base, ffn_parts)
+    check_unshared(base, ffns)
+    for name, ffn in ffns.items():
         _check_dense(name, ffn)
         obstacle = ffn.find_obstacle()
         if obstacle:

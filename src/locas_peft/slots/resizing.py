@@ -309,6 +309,10 @@ def _check_growth(name: str, layers: list[LocasLayer], rank: int, batches: Batch
         rule = f"rank must be at most the host's width {narrowest} where slots are cloned"
         raise ValueError(f"{rule}, got {rank}.")
     _check_weights(name, layers, "grows")
+    if any(layer.merged for layer in layers):
+        # Its neurons would be taken for slots of the host.
+        problem = f"the memory '{name}' is beside a merged one"
+        raise ValueError(f"{problem}: call unmerge_adapter() before it grows.")
     if strategy.written:
         reason = "is written while reading: SlotWriter fills its slots, it cannot grow."
         raise ValueError(f"the memory '{name}' {reason}")

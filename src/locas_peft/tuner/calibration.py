@@ -1,6 +1,7 @@
 """Calibrate the memories of a model on a text."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from .attached import find_memories, list_layers
 from .ffn import SumActivity
 from .initialization import Calibration, Observer, Statistics
 from .layer import LocasLayer
-from .modules import adapters_disabled, evaluating, unwrap
+from .modules import evaluating, unwrap
 
 DECODER_MASK = "decoder_attention_mask"
 Batches = Iterable[Tensor | Mapping[str, Tensor]]
@@ -105,11 +106,6 @@ def observe_host(
     if isinstance(base, PreTrainedModel) and not _has_two_texts(base):
         # Without the head. Models of two texts make the decoder's input from labels with it.
         backbone = base.base_model
-    # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
-    active_modules = []
-    for module in model.modules():
-        if not isinstance(module, LocasLayer) or module in layers:
-            active_modules.append(module)
     inputs: dict[str, Tensor] = {}
 
     def make_observer(layer: LocasLayer, calibration: Calibration) -> Observer:
@@ -128,7 +124,10 @@ def observe_host(
             calibration = layer.start_calibration(name, r, across_processes)
             layer.observer = make_observer(layer, calibration)
             calibrations.append(calibration)
-        with evaluating(backbone), adapters_disabled(model, except_for=active_modules):
+        # Adapters of other kinds are part of the host that the memory runs in: they stay as they
+        # are. In the memory's own layers the host's FFN runs alone.
+        others = [layer for layer in list_layers(model) if layer not in layers]
+        with evaluating(backbone), _switched_off(others):
             for batch in batches:
                 inputs = to_inputs(model, batch)
                 backbone(**inputs, use_cache=False)
@@ -136,6 +135,19 @@ def observe_host(
     finally:
         for layer in layers:
             layer.observer = None
+
+
+@contextmanager
+def _switched_off(layers: list[LocasLayer]) -> Iterator[None]:
+    """Switch all memories of some layers off within the context, those that are frozen too."""
+    former = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, is_off in zip(layers, former, strict=True):
+            layer._disable_adapters = is_off
 
 
 def find_token_mask(

@@ -46,6 +46,9 @@ def combined_config(
     combined.r = max(widths.values())
     combined.rank_pattern = {name: width for name, width in widths.items() if width != combined.r}
     combined.scaling = 1.0
+    if any(layer.name in widths and widths[layer.name] > layer.ffn.slots for layer in layers):
+        # No strategy that clones slots makes so many rows, and none is made here.
+        combined.init_weights = "gaussian"
     # Slots of each memory keep their length.
     radii: list[float] = []
     for config in configs_in_order:

@@ -174,6 +174,10 @@ class HostFFN:
         """Return the module that receives M, the activation."""
         return self.projection(self.parts.down)
 
+    def list_weights(self) -> list[Tensor]:
+        """Return the weights of the host's own projections."""
+        return [self.projection(part).weight for part in self.parts.projections]
+
     def _row_blocks(self) -> list[tuple[nn.Module, int]]:
         """Return the projections of gate rows (if gated) and up rows, each with its first row."""
         parts = self.parts
@@ -348,7 +352,7 @@ class HostFFN:
             return
         weight = next(self.owner.parameters())
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        token = self._draw_token()
         token = token.to(weight.device, dtype)
         # Some FFNs also take the residual stream and add it (Bloom): zeros there.
         residuals = [torch.zeros_like(token)] * (_count_inputs(self.owner) - 1)
@@ -366,6 +370,11 @@ class HostFFN:
             if not error > 0.02 * expected.float().norm():
                 return
         raise self._make_mismatch()
+
+    def _draw_token(self) -> Tensor:
+        """Return A of one random token, always the same, on the CPU whatever torch's default is."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(1, 1, self.hidden_size, generator=generator, device="cpu")
 
     def _make_mismatch(self) -> ValueError:
         formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
@@ -387,7 +396,7 @@ class HostFFN:
 
         weight = self.projection(self.parts.inlet).weight
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        token = self._draw_token()
         with ExitStack() as hooks:
             for part in (self.parts.inlet, self.parts.down):
                 # With its adapters: a memory's gains change what the projection itself receives.
@@ -416,7 +425,12 @@ class HostFFN:
             raise self._make_mismatch()
 
     def _forward(self, hidden_states: Tensor) -> Tensor:
-        return getattr(self.owner, self.parts.down)(self._activate(hidden_states))
+        activation = self._activate(hidden_states)
+        weight = self.down.weight
+        # In a half-precision model, T5's down projection stays in float32.
+        if weight.is_floating_point() and activation.is_floating_point():
+            activation = activation.to(weight.dtype)
+        return getattr(self.owner, self.parts.down)(activation)
 
     def _activate(self, hidden_states: Tensor) -> Tensor:
         """Return M, what the down projection receives for A."""

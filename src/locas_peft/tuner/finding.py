@@ -1,6 +1,8 @@
 """Find the FFNs of a language model: dense ones and mixtures of experts, by their structure."""
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import fields
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -55,6 +57,18 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
             ffns[f"{plain}.{dense.parts.down}" if dense.is_flat else plain] = dense
     ffns.pop("", None)
     return _check_formulas(ffns)
+
+
+def check_unshared(model: nn.Module, ffns: Mapping[str, AnyFFN]) -> None:
+    """Raise a `ValueError` where a weight of some FFNs is used by another module of the model too.
+
+    Widening it would widen that module, as in models whose layers share their FFN.
+    """
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for name, ffn in ffns.items():
+        if any(uses[id(weight)] > 1 for weight in ffn.list_weights()):
+            problem = f"cannot widen {name}: another module of the model has its weights too"
+            raise ValueError(f"{problem}; use the memory without merging it.")
 
 
 def _check_formulas(ffns: dict[str, AnyFFN]) -> dict[str, AnyFFN]:

@@ -43,12 +43,18 @@ class HostHooks:
         waiting = [layer for layer in self._layers if layer.may_calibrate()]
         if not waiting:
             return
+        if any(layer.merged for layer in self._layers):
+            # It would be calibrated in some layers, or on neurons that are no slots of the host.
+            problem = "a memory that waits for its calibration is beside a merged one"
+            raise ValueError(f"{problem}: call unmerge_adapter() before it is trained.")
         masks = _find_masks(host, args, kwargs)
         has_two_texts = getattr(getattr(host, "config", None), "is_encoder_decoder", False)
         for layer in waiting:
             is_decoding = has_two_texts and "decoder" in layer.name.split(".")
             name = "decoder_attention_mask" if is_decoding else "attention_mask"
-            layer.token_mask = masks.get(name)
+            mask = masks.get(name)
+            # Some models take a mask for each kind of attention.
+            layer.token_mask = mask if isinstance(mask, Tensor) else None
 
     def _clear(self, host: nn.Module, args: tuple, output: Any) -> None:
         for layer in self._layers:
@@ -59,7 +65,7 @@ class HostHooks:
                 layer.token_mask = None
 
 
-def _find_masks(host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+def _find_masks(host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the host's arguments by their names, however they were given."""
     if not args:
         return kwargs

@@ -83,7 +83,7 @@ class Calibration:
         self._tokens += len(inputs)
         # Each token gets a random key and the largest keys stay. This draws uniformly from a stream
         # of unknown length, the same tokens in every layer.
-        keys = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
+        keys = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64, device="cpu")
         samples: list[tuple[Tensor, ...]] = [(keys, inputs.float(), outputs.float().norm(dim=-1))]
         if self._sample is not None:
             samples.insert(0, self._sample)
@@ -187,7 +187,7 @@ def clone_random(
     ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator
 ) -> Rows:
     """Clone random slots, in turns if there are fewer than R."""
-    order = torch.randperm(ffn.slots, generator=generator)
+    order = torch.randperm(ffn.slots, generator=generator, device="cpu")
     return clone_slots(ffn, order[torch.arange(r) % len(order)])
 
 
@@ -195,8 +195,8 @@ def draw_gaussian(
     ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator
 ) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
-    gate = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator))
-    up = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator))
+    gate = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator, device="cpu"))
+    up = _to_unit(torch.randn(r, ffn.hidden_size, generator=generator, device="cpu"))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 

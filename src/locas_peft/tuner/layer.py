@@ -41,7 +41,7 @@ from .initialization import (
 from .memory_file import make_calibrated_flag
 from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
-from .modules import unwrap
+from .modules import evaluating, unwrap
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
@@ -151,6 +151,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
         if config.gains:
             self.locas_gain[adapter_name] = self._make_gain()
+        elif adapter_name in self.locas_gain:
+            # Of a former memory of this name.
+            del self.locas_gain[adapter_name]
         # The paper's tau, from the base as it is now: merging memories later would change it.
         mean_down_norm = self.ffn.mean_down_norm()
         needs_text = self._strategy(adapter_name).needs_calibration
@@ -273,9 +276,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def may_calibrate(self) -> bool:
         """Return whether the next forward with gradients may calibrate an active memory."""
-        if self.disable_adapters or self.merged:
+        if self.disable_adapters:
             return False
-        return any(map(self._calibrates_itself, self._select_memories(self.active_adapters)))
+        names = self._select_memories(self.active_adapters)
+        return any(
+            self._calibrates_itself(name) for name in names if name not in self.merged_adapters
+        )
 
     def _calibrates_itself(self, adapter_name: str) -> bool:
         """Return whether a forward with gradients calibrates a memory: it waits and is trained."""
@@ -363,6 +369,18 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             if rows is not None and not self.is_written(name) and is_distributed():
                 self._made_rows[name] = self.locas_up[name].weight.detach().clone()
         return result
+
+    @torch.compiler.disable
+    def _calibrate_apart(
+        self, names: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Calibrate memories on a run of the host's FFN whose result is not used.
+
+        Gradient checkpointing recomputes a forward when its memories are calibrated: this run keeps
+        nothing for a backward pass, and draws no numbers for dropout.
+        """
+        with torch.no_grad(), evaluating(self.base_layer):
+            self._calibrate(names, ffn_input, *args, **kwargs)
 
     @torch.compiler.disable
     def _observe(
@@ -546,17 +564,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Merged memories are no slots of the host, which calibration would take them for.
         waiting = [] if row_names or self.merged else self._list_waiting(memories)
         factors = self._find_factors(memories, row_names)
-        result = None
+        if factors is None and waiting:
+            return self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
+        if factors is None:
+            return self.base_layer(hidden_states, *args, **kwargs)
         if waiting:
-            # With gains the FFN runs again below. Under gradient checkpointing, which recomputes a
-            # forward when the memories are calibrated, the first run must keep nothing.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and factors is None):
-                result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
-        if factors is not None:
-            return self._run_scaled(factors, hidden_states, *args, **kwargs)
-        if result is None:
-            result = self.base_layer(hidden_states, *args, **kwargs)
-        return result
+            self._calibrate_apart(waiting, ffn_input, hidden_states, *args, **kwargs)
+        return self._run_scaled(factors, hidden_states, *args, **kwargs)
 
     def _find_factors(self, memories: list[str], row_names: list[str] | None) -> Tensor | None:
         """Return the factors on the host's neurons, float32; None where no memory has gains.

@@ -80,6 +80,11 @@ class HostMixture:
                 return find_dense(unwrap(child), f"{self.name}.{part}", list_known_parts())
         return None
 
+    def list_weights(self) -> list[Tensor]:
+        """Return the weights of the experts, and of the shared one."""
+        weights = [self.experts.gate_up_proj, self.experts.down_proj]
+        return weights if self.shared is None else [*weights, *self.shared.list_weights()]
+
     @property
     def expert_width(self) -> int:
         """Return the current F of an expert, merged memories included."""
@@ -335,7 +340,7 @@ class HostMixture:
         """
         weight = self.experts.down_proj
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randn(3, count, self.hidden_size, generator=generator)
+        tokens = torch.randn(3, count, self.hidden_size, generator=generator, device="cpu")
         lengths = torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)
         tokens = (tokens * lengths).to(weight.device, weight.dtype)
         with torch.no_grad(), evaluating(self.owner), self._recording() as record:

@@ -23,7 +23,7 @@ from .combination import combined_config, fill_combined
 from .config import LocasConfig
 from .errors import invalid
 from .ffn import describe_children, forbid_packing
-from .finding import AnyFFN, find_ffns, find_unknown_experts
+from .finding import AnyFFN, check_unshared, find_ffns, find_unknown_experts
 from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
@@ -74,6 +74,8 @@ class LocasModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
     peft_config: dict[str, LocasConfig]
 
+    # Set while memories are unloaded without a merge: adapters of other kinds stay.
+    _keeps_others = False
     # The model's FFNs, found at the start of an injection.
     _ffns: dict[str, AnyFFN] = {}
 
@@ -233,7 +235,13 @@ class LocasModel(BaseTuner):
         # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles
         # devices itself.
         former = unwrap(child)
+        is_other = isinstance(former, BaseTunerLayer) and not isinstance(former, LocasLayer)
+        if self._keeps_others and is_other and not isinstance(former, MemoryTokensLayer):
+            return
         if isinstance(former, LocasLayer):
+            # PEFT gives the host's module without any adapter, such as a LoRA inside of this one.
+            if self._keeps_others:
+                new_module = former.base_layer
             former.release()
             while is_wrapper(child) and uncompiled(child) is child:
                 # Activation checkpointing stays. A compiled module would call the former one.
@@ -266,7 +274,10 @@ class LocasModel(BaseTuner):
             self.model.peft_config = configs
         # PEFT has refused a name without a config.
         assert config is not None
-        configs.former[adapter_name] = config
+        # Without the record, of which a server that adds and deletes memories would keep ever more.
+        former = copy.copy(config)
+        former.record = {}
+        configs.former[adapter_name] = former
 
     def _unmerge_first(self) -> dict[BaseTunerLayer, list[str]]:
         """Unmerge all memories; return which were merged in each layer."""
@@ -354,11 +365,14 @@ class LocasModel(BaseTuner):
 
     def _check_mergeable(self, adapter_names: list[str] | None) -> None:
         check_mergeable_tokens(self.model, adapter_names or self.active_adapters)
+        widened = {}
         for layer in list_layers(self.model):
             names = layer.active_adapters if adapter_names is None else adapter_names
             for name in names:
                 if name in layer.locas_up and name not in layer.merged_adapters:
                     layer.check_mergeable(name)
+                    widened[layer.name] = layer.ffn
+        check_unshared(self.model, widened)
 
     @contextmanager
     def _merges_undone_on_failure(self) -> Iterator[None]:
@@ -402,9 +416,13 @@ class LocasModel(BaseTuner):
         with warnings.catch_warnings():
             # They are merged above.
             warnings.filterwarnings("ignore", message="All adapters are already merged")
-            model = super()._unload_and_optionally_merge(
-                merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
-            )
+            self._keeps_others = not merge
+            try:
+                model = super()._unload_and_optionally_merge(
+                    merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
+                )
+            finally:
+                self._keeps_others = False
         widen_to(groups, model, config)
         _remove_hooks(self.model)
         return model
@@ -439,6 +457,7 @@ class LocasModel(BaseTuner):
         widened = [group for group in groups.values() if _is_widened(group)]
         for group in widened:
             _check_can_be_padded(group)
+            check_unshared(self.model, group.ffns)
         return widened, ffn_parts
 
     # ----------------------------------------------------------------- combining
