@@ -207,6 +207,8 @@ def test_gains_are_a_setting_of_memories_that_are_trained():
     assert complete(ReadSettings(gains=False)).gains is None
     with pytest.raises(ValueError, match="gains must be trained, which update='ridge' alone"):
         complete(ReadSettings(gains=True, update="ridge"))
+    with pytest.raises(ValueError, match="gains has no meaning for the method 'lora'"):
+        complete(ReadSettings(method="lora", gains=True))
     assert complete(ReadSettings(gains=True, update="ridge", learning_rate=4e-3)).gains is True
 
 

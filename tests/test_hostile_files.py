@@ -701,8 +701,7 @@ OF_GPT2 = "model_type 'llama', this base has 'gpt2', gated True, this base has F
         ("llama", {"num_hidden_layers": 3}, "ffns 2, this base has 3"),
     ],
 )
-def test_memory_of_another_width_or_depth(memory, family, fields, difference):
-    """And of another family."""
+def test_a_memory_of_another_base_is_refused(memory, family, fields, difference):
     config = make_host(family).config
     config.update(fields)
     message = rf"this memory was made for another base \(.*{difference}.*\): load the base that it"

@@ -105,11 +105,18 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
 
 
 def test_a_conversation_is_continued_with_the_memory_that_its_last_message_is_about(library, base):
+    # So that the memory's answer is another one than the base's.
+    change_config(library.find("bread"), scaling=50.0)
     turns = [[{"role": "user", "content": content}] for content in (BREAD, "Who?")]
     shown = []
     answers = LibraryAnswerer(library, *base, max_new_tokens=4).reply(turns, on_text=shown.append)
     assert [answer.memories for answer in answers] == [("bread",), ()]
     assert len(shown) == 8
+    with library.attach(base[0], "bread") as model:
+        (with_memory,) = Answerer(model, base[1], max_new_tokens=4).reply(turns[:1])
+    alone = Answerer(*base, max_new_tokens=4).reply(turns)
+    assert answers[0].text == with_memory.text != alone[0].text
+    assert answers[1].text == alone[1].text
 
 
 def test_a_question_that_is_too_long_leaves_the_base_as_it_was(library, base):
@@ -314,6 +321,14 @@ def test_memories_of_two_bases_are_refused(library, base):
         library.name_base()
 
 
+def test_a_memory_that_goes_on_is_found_by_both_texts(library, base):
+    library.add(*base, TEXTS["bread"], "lamp", SETTINGS, start=library.find("lamp"))
+    library.forget("bread")
+    assert library.route([LAMP, BREAD]) == ["lamp", "lamp"]
+    kept = (library.find("lamp") / "text.txt").read_text(encoding="utf-8")
+    assert "Peder" in kept and "Hilda" in kept
+
+
 def test_routing_reads_no_tensor(library):
     for name in library.list():
         (library.find(name) / "adapter_model.safetensors").write_bytes(b"")
@@ -322,7 +337,8 @@ def test_routing_reads_no_tensor(library):
 
 def test_scores_of_nothing_are_zero():
     for memories, question in (([[], []], "Who?"), ([["a lamp"]], "?"), ([["a lamp"]], "the")):
-        assert not score_by_words(memories, [question]).any()
+        assert score_by_words(memories, [question]).tolist() == [[0.0] * len(memories)]
+    assert score_by_words([], ["Who?"]).shape == (1, 0)
 
 
 def test_a_missing_package_is_named(monkeypatch):

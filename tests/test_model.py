@@ -150,24 +150,42 @@ def gradients_of(model, names):
 def test_each_memory_of_a_mixed_batch_gets_the_gradient_of_its_rows(family, names, widths):
     model = make_mixed(family, widths=widths)
     memories = sorted(set(names) - {"__base__"})
+    ids = make_tokens(len(names), 12)
+    losses = []
+    for name in sorted(set(names)):
+        rows = [row for row, other in enumerate(names) if other == name]
+        own = {"input_ids": ids[rows], "labels": ids[rows]}
+        if name == "__base__":
+            with torch.no_grad(), model.disable_adapter():
+                losses.append(model(**own).loss * len(rows))
+            continue
+        # Not as rows of one name: what is compared is the way through the active memory.
+        model.base_model.set_adapter(name)
+        loss = model(**own).loss * len(rows)
+        loss.backward()
+        losses.append(loss.detach())
+    expected = gradients_of(model, memories)
+    assert all(gradient.any() for gradient in expected.values())
+    model.zero_grad()
     for layer in list_layers(model):
         for name in memories:
             for weight in layer.weights(name):
                 weight.requires_grad_(True)
-    ids = make_tokens(len(names), 12)
-    for name in memories:
-        rows = [row for row, other in enumerate(names) if other == name]
-        own = {"input_ids": ids[rows], "labels": ids[rows], "adapter_names": [name] * len(rows)}
-        (model(**own).loss * len(rows)).backward()
-    expected = gradients_of(model, memories)
-    assert all(gradient.any() for gradient in expected.values())
-    model.zero_grad()
     loss = model(input_ids=ids, labels=ids, adapter_names=names).loss * len(names)
     loss.backward()
     found = gradients_of(model, memories)
+    torch.testing.assert_close(loss.detach(), sum(losses), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     others = {"one", "two", "three", "default"} - set(memories)
     assert set(gradients_of(model, others).values()) == {None}
+
+
+def test_rows_of_one_name_take_the_plain_path(monkeypatch):
+    model = make_mixed("llama")
+    model.set_adapter("two")
+    expected = logits(model)
+    monkeypatch.setattr("locas_peft.tuner.layer.add_by_row", lambda *_: pytest.fail("by row"))
+    assert torch.equal(logits(model, adapter_names=["two"] * 4), expected)
 
 
 def test_one_batched_product_serves_rows_of_different_memories(monkeypatch):

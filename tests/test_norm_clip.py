@@ -50,6 +50,16 @@ def train(model, lr=50.0, steps=3):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_norms_are_taken_in_float32_or_wider(dtype):
+    weight = (0.2 * torch.randn(64, 256, generator=torch.Generator().manual_seed(0))).to(dtype)
+    wide = weight.to(torch.promote_types(dtype, torch.float32))
+    factor = (wide.norm(dim=1, keepdim=True) / 1.3).clamp(min=1).reciprocal().to(dtype)
+    expected = weight * factor
+    clip_norms_([weight], [ROWS], max_norm=1.3)
+    assert torch.equal(weight, expected)
+
+
 def test_projection_is_the_paper_s():
     weight = torch.randn(5, 7) * torch.tensor([0.01, 0.3, 1.0, 3.0, 100.0])[:, None]
     expected = weight / weight.norm(dim=1, keepdim=True).clamp(min=1)

@@ -209,6 +209,16 @@ def test_a_question_has_a_word_of_its_passage(question, passage, introduces, abo
     assert writing.is_about(question, Passage(passage, "The tower of Skarn", introduces)) is about
 
 
+def test_between_two_blocks_gradients_are_on(loaded, monkeypatch):
+    monkeypatch.setattr(writing, "_ask", lambda *_: [])
+    passages = [Passage("The lamp burned whale oil.")] * (writing.BLOCK + 1)
+    blocks = 0
+    for _ in writing.write_exchanges(*loaded, passages, 1):
+        blocks += 1
+        assert torch.is_grad_enabled()
+    assert blocks == 2
+
+
 def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
     passage = Passage("The tower was built by Elias Thorne.", "The tower")
     other = Passage("The lamp burned whale oil.")

@@ -1,5 +1,6 @@
 """A stage leaves the base as it was, reports what it did, and saves a whole memory or none."""
 
+import copy
 import dataclasses
 import errno
 import functools
@@ -16,11 +17,12 @@ import torch
 from families import logits, make_tokens, same, snapshot
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from peft import get_peft_model
 from safetensors.torch import load_file
 from training import assert_same, make_ids
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, stages, text
+from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
 from locas_peft.evaluation.runs import summarize_stage
 from locas_peft.files import format_json
@@ -54,7 +56,7 @@ from locas_peft.stages import (
     score,
 )
 from locas_peft.stages.methods.method import find_layers
-from locas_peft.ttt import MeanOfReadings
+from locas_peft.ttt import MeanOfReadings, write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -342,10 +344,30 @@ def test_the_norm_of_the_settings_reaches_the_memory(base):
     ("window", "stride", "tokens"), [(32, 16, 16), (32, 1, 2), (512, 256, 128)]
 )
 def test_settings_make_the_anchor(base, window, stride, tokens):
-    settings = small(r=4, anchor=0.5, window=window, stride=stride)
+    settings = small(r=4, anchor=0.5, window=window, stride=stride, seed=3)
     with attached(base, settings) as model:
         (made,) = make_trainer(model, settings).steps
-    assert (made.weight, made.every, made.texts.shape) == (0.5, 4, (32, tokens))
+        assert (made.weight, made.every, made.texts.shape) == (0.5, 4, (32, tokens))
+        # More tokens take seconds to write.
+        if tokens <= 16:
+            own = write_own_text(model, texts=4, tokens=tokens, seed=3)
+            assert torch.equal(made.texts[3], own[3])
+    with attached(base, small()) as model:
+        assert make_trainer(model, small()).steps == []
+
+
+def test_the_base_is_as_before_a_merge_and_the_embeddings_of_a_memory_that_goes_on(base, tmp_path):
+    host = copy.deepcopy(base)
+    host.get_input_embeddings().weight.data.mul_(3)
+    model = get_peft_model(host, LocasConfig(r=4))
+    calibrate(model, [make_ids(30)[None]])
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    before = snapshot(base)
+    with attached(base, small(r=4), start=tmp_path) as model:
+        embeddings = base.get_input_embeddings().weight
+        assert not torch.equal(embeddings, before["model.embed_tokens.weight"])
+        model.merge_adapter()
+    assert same(base, before)
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
@@ -779,7 +801,7 @@ def test_a_memory_that_goes_on_in_place_keeps_its_text(input_ids, tmp_path):
         assert {name: (tmp_path / name).read_text() for name in names} == expected
 
 
-def test_a_second_reading_in_place_that_was_killed_is_no_finished_one(tmp_path):
+def test_a_finished_reading_in_place_is_not_done_again_where_it_is_resumed(tmp_path):
     place = {"out": tmp_path, "start": tmp_path, "resume": True}
     read(small(r=4), out=tmp_path)
     read(small(r=4), **place)

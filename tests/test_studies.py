@@ -463,3 +463,11 @@ def test_documents_from_datasets(tmp_path):
     assert load_column(rows, "test", "text", limit=1) == {"test-0": "one"}
     with pytest.raises(ValueError, match="^column must be one of text, got 'words': choose one"):
         load_column(rows, "test", "words")
+
+
+def test_the_command_takes_the_column_text_of_the_split_test(run, tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "test.jsonl").write_text(json.dumps({"text": BOOK}) + "\n")
+    code, _, err = run("perplexity --dataset rows --method lora --out o", *FAST)
+    assert code == 0, err
+    assert read(tmp_path / "o/perplexity.json")["readings"]["lora"].keys() == {"test-0"}
