@@ -15,7 +15,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
 from locas_peft.app.requests import OwnPageAlone
 from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
+from locas_peft.checks import hide_folder
 from locas_peft.library import Library
 from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
@@ -236,6 +237,13 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     with pytest.raises(ValueError, match="this memory was made for another base"):
         shelf.unpack(tmp_path / "other.zip", "two", model.check)
     assert os.listdir(shelf.folder) == []
+
+
+def test_the_path_of_a_folder_is_hidden_as_it_is_and_as_windows_messages_quote_it():
+    folder = PureWindowsPath(r"C:\shelf\two")
+    message = f"got {str(folder / 'text.txt')!r} in {str(folder)!r}, {folder}"
+    assert hide_folder(message, folder, "two") == r"got 'two\\text.txt' in 'two', two"
+    assert hide_folder(message, folder) == "got 'text.txt' in '', "
 
 
 def test_a_message_names_no_folder_of_the_server(tmp_path, made, model, monkeypatch):
