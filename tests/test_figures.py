@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from locas_peft.evaluation.intervals import mean_interval
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -305,6 +307,25 @@ def test_the_dialogues_temporal_questions_and_the_distance_to_lora_are_those_of_
     before = answers["none"]["no-context"]["none"]["temporal"]["mean"]
     after = answers["lora-best"]["no-context"]["right"]["temporal"]["mean"]
     assert f"(temporal questions: {100 * before:.1f}, with TempLoRA {100 * after:.1f})" in RESULTS
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("Locas r=64", "locas-glu"),
+        ("TempLoRA r=64, 3e-4", "lora_learning_rate=0.0003_anchor=0.3_anchor_every=4"),
+    ],
+)
+def test_the_second_reading_has_the_figures_of_the_results(name, row):
+    perplexity, divergence = list_cells(name, RESULTS, "| float32, the anchor for both |")
+    read = PAPER_FLOAT32 / "readings" / "3649-50176" / f"{row}-seed0.json"
+    figures = json.loads(read.read_text(encoding="utf-8"))["figures"]
+    assert perplexity == f"{figures['perplexity']:.2f}"
+    own = PAPER_FLOAT32 / "mmlu" / row / "own-answers.json"
+    interval = mean_interval(
+        json.loads(own.read_text(encoding="utf-8"))["figures"]["chunk_kl_nats"]
+    )
+    assert divergence == "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**interval)
 
 
 def list_baselines() -> list[list[str]]:
