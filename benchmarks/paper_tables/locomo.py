@@ -114,8 +114,8 @@ def tabulate(bench: Bench) -> str:
     count = len(scores["none"][SETTINGS[0]])
     note = (
         f"F1 in %, by LoCoMo's rules for each category, with 95% intervals over questions; "
-        f"conversations {conversations}, {count} questions with an answer, {figures['dtype']}. The last column is the paired change of all categories "
-        "but the adversarial one. Greedy answers of at most 32 tokens."
+        f"conversations {conversations}, {count} questions with an answer, {figures['dtype']}. "
+        "The last column is the paired change of all categories but the adversarial one. Greedy answers of at most 32 tokens."
     )
     table = make_table(["", *names, "change from the base"], lines)
     return f"{note}\n\n{table}\n\n{PAPER_NOTE}"

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from ..checks import check_whole
 from ..tuner import evaluating
 from ..tuner.attached import find_memory
-from ..tuner.calibration import Batches, find_token_mask, observe_host, to_inputs
+from ..tuner.calibration import (
+    Batches,
+    check_none_merged,
+    find_token_mask,
+    observe_host,
+    to_inputs,
+)
 from ..tuner.initialization import STRATEGIES, Rows, Statistics, make_generator
 from ..tuner.layer import LocasLayer
 from ..tuner.scale import KAPPA
@@ -309,10 +315,7 @@ def _check_growth(name: str, layers: list[LocasLayer], rank: int, batches: Batch
         rule = f"rank must be at most the host's width {narrowest} where slots are cloned"
         raise ValueError(f"{rule}, got {rank}.")
     _check_weights(name, layers, "grows")
-    if any(layer.merged for layer in layers):
-        # Its neurons would be taken for slots of the host.
-        problem = f"the memory '{name}' is beside a merged one"
-        raise ValueError(f"{problem}: call unmerge_adapter() before it grows.")
+    check_none_merged(layers, name)
     if strategy.written:
         reason = "is written while reading: SlotWriter fills its slots, it cannot grow."
         raise ValueError(f"the memory '{name}' {reason}")

@@ -98,9 +98,7 @@ def observe_host(
         ValueError: for a memory that is merged anywhere in the model, which would be unmerged, and
             for a text without tokens or with values that are not finite.
     """
-    if any(layer.merged for layer in list_layers(model)):
-        problem = "is beside a merged one"
-        raise ValueError(f"the memory '{name}' {problem}: call unmerge_adapter() first.")
+    check_none_merged(list_layers(model), name)
     base = unwrap(model.get_base_model() if hasattr(model, "get_base_model") else model)
     backbone = base
     if isinstance(base, PreTrainedModel) and not _has_two_texts(base):
@@ -135,6 +133,13 @@ def observe_host(
     finally:
         for layer in layers:
             layer.observer = None
+
+
+def check_none_merged(layers: list[LocasLayer], name: str) -> None:
+    """Raise a `ValueError` where a memory is merged: its neurons look like slots of the host."""
+    if any(layer.merged for layer in layers):
+        problem = "is beside a merged one"
+        raise ValueError(f"the memory '{name}' {problem}: call unmerge_adapter() first.")
 
 
 @contextmanager

@@ -455,9 +455,11 @@ class LocasModel(BaseTuner):
             padded_width = math.ceil(ffn.width / step) * step
             group.new_width = max(group.new_width, padded_width)
         widened = [group for group in groups.values() if _is_widened(group)]
+        padded: dict[str, AnyFFN] = {}
         for group in widened:
             _check_can_be_padded(group)
-            check_unshared(self.model, group.ffns)
+            padded |= group.ffns
+        check_unshared(self.model, padded)
         return widened, ffn_parts
 
     # ----------------------------------------------------------------- combining
