@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from paper_tables import baselines, gap, locomo, mmlu, pg19, sweep, timing
+from paper_tables import baselines, forgetting, gap, locomo, mmlu, pg19, sweep, timing
 from paper_tables.ablations import Init, Width
 from paper_tables.bench import Bench
 from paper_tables.command import add_run_options, running, write_page
@@ -27,6 +27,7 @@ TABLES = {
     "init": Init(),
     "width": Width(),
     "mmlu": mmlu,
+    "forgetting": forgetting,
     "locomo": locomo,
     "baselines": baselines,
     "gap": gap,
@@ -72,6 +73,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the scale quick")
     parser.add_argument("--scale", choices=SCALES, help="in place of the device's own")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
+    parser.add_argument(
+        "--lora-rate", type=float, help="TempLoRA's best rate; by default its sweep is made"
+    )
     add_run_options(parser)
     arguments = parser.parse_args(argv)
     arguments.tables = arguments.table.split(",")
@@ -95,6 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             arguments.device,
             arguments.dtype,
         )
+        bench.lora_rate = arguments.lora_rate
         if arguments.collect:
             write_tables(bench)
         else:

@@ -57,9 +57,11 @@ class Bench:
     Attributes:
         common: the settings that all rows of the tables share.
         compiled: whether readings that are timed go through `torch.compile`.
+        lora_rate: TempLoRA's best learning rate, where an earlier sweep found it.
     """
 
     compiled = False
+    lora_rate: float | None = None
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,11 @@ from locas_peft.tables import format_mean, format_percent
 from . import choices
 from .bench import LONG_BOOKS, UNREAD_BOOK, Bench
 from .pg19 import best_lora
-from .rows import DEFAULT_LORA, GAINS, LOCAS, NONE, Row, locas, lora
+from .rows import DEFAULT_LORA, GAINS, LOCAS, NONE, Row, locas, lora, with_anchor
 
-__all__ = ["fill", "tabulate"]
+__all__ = ["compare_answers", "fill", "make_measure", "tabulate"]
 
 BOOK = LONG_BOOKS[0]
-ANCHOR = 0.3
 PROBES = ("arc_challenge", "piqa", "openbook_qa")
 FEW_SHOT = "mmlu-5-shot"
 SETS = ("mmlu", FEW_SHOT, *PROBES, "blimp")
@@ -37,21 +35,16 @@ Measure = Callable[[nn.Module], dict[str, Any]]
 
 def list_rows(bench: Bench, make: bool) -> list[Row]:
     """Return the rows, the base first: each method with and without the anchor."""
-    rows = [NONE, DEFAULT_LORA, _with_anchor(DEFAULT_LORA)]
+    rows = [NONE, DEFAULT_LORA, with_anchor(DEFAULT_LORA)]
     best = best_lora(bench, make)
     if best is not None:
-        rows += [best, _with_anchor(best)]
+        rows += [best, with_anchor(best)]
     if bench.is_gated:
         rows += [LOCAS, locas(name="Locas r=64, without the anchor", anchor=0.0), GAINS]
     width = bench.scale.large_width
     if width is not None:
         rows += [lora(width), locas(width)]
     return rows
-
-
-def _with_anchor(row: Row) -> Row:
-    given = {**row.given, "anchor": ANCHOR}
-    return replace(row, name=f"{row.name}, with the anchor", given=given)
 
 
 def ask_letters(bench: Bench, with_examples: bool) -> Measure:
@@ -126,14 +119,16 @@ def _list_units(bench: Bench, row: Row) -> dict[str, Unit]:
         if row is NONE:
             about = {"row": slug, "measure": name}
         units[name] = bench.unit(
-            f"mmlu/{slug}/{name}.json", about, _make_measure(bench, reading, prepare), reading
+            f"mmlu/{slug}/{name}.json", about, make_measure(bench, reading, prepare), reading
         )
     return units
 
 
-def _make_measure(
+def make_measure(
     bench: Bench, reading: Unit | None, prepare: Callable[[Bench], Measure]
 ) -> Callable[[Unit], dict[str, Any]]:
+    """Return what makes a unit's figures: a measure of the memory of a reading, or of the base."""
+
     def run(unit: Unit) -> dict[str, Any]:
         measure = prepare(bench)
         if reading is not None and not reading.memory.is_dir():

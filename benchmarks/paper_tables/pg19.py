@@ -42,7 +42,9 @@ def _tuned_lora(rate: float) -> Row:
 
 def best_lora(bench: Bench, make: bool = False) -> Row | None:
     """Return TempLoRA at the best rate of its sweep on this host; None where it is not known."""
-    rate = find_rate(bench, _tuned_lora, LORA_RATES, make)
+    rate = bench.lora_rate
+    if rate is None:
+        rate = find_rate(bench, _tuned_lora, LORA_RATES, make)
     if rate is None:
         return None
     return replace(_tuned_lora(rate), name=f"{BEST} ({rate:g})")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ __all__ = [
     "locas",
     "lora",
     "two_layer_rows",
+    "with_anchor",
 ]
 
 
@@ -76,6 +77,12 @@ def _make_row(
         given["learning_rate"] = rate
         label += f" at {rate:g}"
     return Row(name or label, method, given)
+
+
+def with_anchor(row: Row, weight: float = 0.3) -> Row:
+    """Return a row with the anchor that a memory has by default."""
+    given = {**row.given, "anchor": weight}
+    return replace(row, name=f"{row.name}, with the anchor", given=given)
 
 
 NONE = Row("no memory", "none")
