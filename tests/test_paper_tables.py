@@ -22,7 +22,9 @@ from locas_peft.asking.scoring import score_targets
 from locas_peft.stages import ReadSettings, complete, score
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-MODULES = "ablations attention baselines bench choices gap locomo mmlu pg19 rows scales timing"
+MODULES = (
+    "ablations attention baselines bench choices forgetting gap locomo mmlu pg19 rows scales timing"
+)
 PAIRS = {
     "agreement": [
         ("The dogs bark.", "The dogs barks."),
@@ -274,6 +276,21 @@ def test_a_memory_that_was_not_kept_is_made_again(tables, bench):
     shutil.rmtree(first.needs.memory)
     bench.run([first])
     assert first.load()["figures"] == expected
+
+
+def test_forgetting_is_compared_over_books_that_both_methods_read(tables, bench, monkeypatch):
+    monkeypatch.setattr(tables.forgetting, "BOOKS", ("5274", "17769"))
+    bench.scale = dataclasses.replace(bench.scale, short_tokens=600)
+    bench.lora_rate = 3e-4
+    memory, lora = tables.forgetting.list_rows(bench, make=False)
+    weights = [complete(row.settings(bench.common), bench.base).anchor for row in (memory, lora)]
+    assert weights[0] == weights[1] > 0, "both have the anchor"
+    tables.forgetting.fill(bench)
+    both = [tables.forgetting._find_means(bench, row) for row in (memory, lora)]
+    changes = [both[1][book] - both[0][book] for book in ("5274", "17769")]
+    assert f"| {sum(changes) / 2:.4f} [" in tables.forgetting.tabulate(bench)
+    tables.forgetting._make_unit(bench, lora, "17769").path.unlink()
+    assert "17769" not in tables.forgetting.tabulate(bench)
 
 
 def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypatch):
