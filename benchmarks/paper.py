@@ -8,7 +8,8 @@ result of its own, a JSON file in OUT/HOST/SCALE. The same command goes on where
 the processes of `accelerate launch` share the rows. OUT/HOST/SCALE.md has the tables of all results
 so far, with the paper's figures beside them.
 
-The scale is "quick", an hour of two cores; "cpu", without a GPU; or "gpu".
+The scale is "quick", an hour of two cores; "cpu", without a GPU; or "gpu". `--preset paper` reads
+with the paper's output scale, a constant learning rate and no anchor.
 """
 
 import argparse
@@ -33,6 +34,9 @@ TABLES = {
     "gap": gap,
     "time": timing,
 }
+
+WITHOUT_PRESET = ("baselines", "gap", "time")
+"""The tables whose rows have settings of their own."""
 
 
 def choose_scale(arguments: argparse.Namespace) -> Scale:
@@ -73,6 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the scale quick")
     parser.add_argument("--scale", choices=SCALES, help="in place of the device's own")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
+    parser.add_argument("--preset", default="tuned", help="of readings: tuned or paper")
     parser.add_argument(
         "--lora-rate", type=float, help="TempLoRA's best rate; by default its sweep is made"
     )
@@ -81,10 +86,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments.tables = arguments.table.split(",")
     if arguments.table == "all":
         # The experiments are no table of the paper.
-        arguments.tables = [name for name in TABLES if name != "gap"]
+        left_out = ("gap",) if arguments.preset == "tuned" else WITHOUT_PRESET
+        arguments.tables = [name for name in TABLES if name not in left_out]
     for name in arguments.tables:
         if name not in TABLES:
             parser.error(f"--table must be among {', '.join(TABLES)}, got {name!r}")
+        if arguments.preset != "tuned" and name in WITHOUT_PRESET:
+            parser.error(f"--preset is not for the table {name!r}: leave one of them out")
     return arguments
 
 
@@ -98,6 +106,7 @@ def main(argv: list[str] | None = None) -> None:
             choose_scale(arguments),
             arguments.device,
             arguments.dtype,
+            arguments.preset,
         )
         bench.lora_rate = arguments.lora_rate
         if arguments.collect:

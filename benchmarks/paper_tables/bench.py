@@ -17,7 +17,7 @@ from locas_peft.evaluation import Unit, run_units
 from locas_peft.evaluation.drift import Piece, write_own_answers
 from locas_peft.evaluation.intervals import Interval, mean_interval
 from locas_peft.files import load_json
-from locas_peft.stages import Place, complete, read
+from locas_peft.stages import Place, ReadSettings, complete, read
 from locas_peft.text import digest_ids, load_text, tokenize, unwrap
 from locas_peft.tuner import find_ffns
 
@@ -53,6 +53,8 @@ class Bench:
         out: the results are in `out / host / scale`.
         scale: how much is read and asked.
         device, dtype: as for `load_base`.
+        preset: of all readings whose row names none; the results of "paper" have a folder of their
+            own.
 
     Attributes:
         common: the settings that all rows of the tables share.
@@ -71,12 +73,15 @@ class Bench:
         scale: Scale,
         device: str = "auto",
         dtype: str = "auto",
+        preset: str = "tuned",
     ):
         self.model = model
         self.host = Path(backbone.name_of(model)).name
         self.data = data
         self.scale = scale
-        self.folder = out / self.host / scale.name
+        self.preset = preset
+        name = scale.name if preset == "tuned" else f"{scale.name}-{preset}"
+        self.folder = out / self.host / name
         self.dtype = dtype
         self.device = device
         self.base, self.tokenizer = load_base(model, dtype, device)
@@ -170,7 +175,7 @@ class Bench:
         Its memory stays in the unit's folder. An interrupted reading goes on inside the book.
         """
         ids = self.document(document, tokens)
-        settings = complete(row.settings(self.common, seed), self.base)
+        settings = self.settings(row, seed)
         slug = self.name_file(row)
         about = {
             "row": slug,
@@ -206,13 +211,17 @@ class Bench:
         path = f"readings/{document}-{len(ids)}/{slug}-seed{seed}.json"
         return self.unit(path, about, measure, size=len(ids))
 
+    def settings(self, row: Row, seed: int = 0) -> ReadSettings:
+        """Return the complete settings of a row's reading."""
+        return complete(row.settings({"preset": self.preset, **self.common}, seed), self.base)
+
     def name_file(self, row: Row) -> str:
         """Return a row's name as that of a file: the settings that are not the method's own.
 
         Two rows with the same settings share their results.
         """
-        settings = vars(complete(row.settings(self.common), self.base))
-        usual = vars(complete(Row("", row.method).settings(self.common), self.base))
+        settings = vars(self.settings(row))
+        usual = vars(self.settings(Row("", row.method)))
         parts = [row.method]
         for name, value in settings.items():
             if value != usual[name]:

@@ -18,13 +18,13 @@ BOOKS = SHORT_BOOKS[2:]
 
 
 def list_rows(bench: Bench, make: bool) -> list[Row]:
-    """Return the two methods, both with the anchor; the memory first."""
+    """Return the two methods, both with the memory's anchor; the memory first."""
     if not bench.scale.short_tokens or not bench.is_gated:
         return []
     best = best_lora(bench, make)
     if best is None:
         return []
-    return [LOCAS, with_anchor(best)]
+    return [LOCAS, with_anchor(best) if bench.settings(LOCAS).anchor else best]
 
 
 def _make_unit(bench: Bench, row: Row, book: str) -> Unit:

@@ -73,7 +73,7 @@ def fill(bench: Bench) -> None:
     """Let each method read the dialogues, and ask it with the dialogue in context and without."""
     methods = {}
     for name, row in _list_rows(bench).items():
-        methods[name] = replace(row.settings(bench.common), model=bench.host)
+        methods[name] = replace(bench.settings(row), model=bench.host)
     run = Run(bench.base, bench.tokenizer, methods, bench.folder, common=_describe(bench))
     plan = LocomoPlan(SETTINGS, wrong_memory=False)
     with masked_attention(bench.base):

@@ -90,12 +90,12 @@ LOCAS = locas(name="Locas r=64")
 NARROW = locas(16, name="Locas r=16")
 GAINS = locas(name="Locas r=64 with gains", gains=True)
 NARROW_GAINS = locas(16, name="Locas r=16 with gains", gains=True)
-PAPER = locas(name="Locas r=64, the paper's tau", preset="paper")
+PAPER = locas(name="Locas r=64, preset paper", preset="paper")
 DEFAULT_LORA = lora(name="TempLoRA r=64, default rate")
 
 
 def two_layer_rows() -> list[Row]:
-    """Return the rows of hosts with two-layer FFNs: the paper's two updates, clones, and ridge."""
+    """Return the rows of hosts with two-layer FFNs: slots that are written, clones, and ridge."""
     return [
         Row("Locas-MLP, backpropagation", "locas-mlp", {"preset": "paper"}),
         Row("Locas-MLP, NL-SVD", "locas-mlp", {"preset": "paper", "update": "nlsvd"}),

@@ -46,8 +46,8 @@ MOST_COUNTED_CHUNKS = 16
 LEAST_TURNS = 3
 AGAIN = Row("no memory, each window read again", "none", {"context": "recompute"})
 PAPER_NOTE = (
-    "The paper, Qwen3-0.6B-Base, relative to no memory with a 2K window that is read again for "
-    "each chunk: TempLoRA 4.3, Locas 1.4; Qwen3-1.7B-Base 4.7 and 1.8."
+    "The paper, Qwen3-0.6B-Base, relative to no memory with a 2K window: TempLoRA 4.3, Locas 1.4; "
+    "Qwen3-1.7B-Base 4.7 and 1.8."
 )
 
 
