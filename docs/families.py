@@ -105,7 +105,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 32},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     "mamba2": {"num_heads": 4},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},

@@ -31,7 +31,7 @@ loaded = PeftModel.from_pretrained(backbone.load()[0], "memory").eval()
 
 
 def score_end() -> float:
-    """Return the perplexity of the last 1,000 tokens."""
+    """Return the perplexity of the last 1,000 tokens, which the memory has read."""
     end = tokens[None, -1_000:]
     with torch.no_grad():
         return loaded(input_ids=end, labels=end).loss.exp().item()

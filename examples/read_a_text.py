@@ -30,7 +30,7 @@ tokens = tokenize(tokenizer, text, max_tokens=arguments.tokens)
 
 
 def score_end(model: torch.nn.Module) -> float:
-    """Return the perplexity of the last 2,000 tokens."""
+    """Return the perplexity of the last 2,000 tokens, which the memory has read."""
     end = tokens[None, -2000:].to(model.device)
     with torch.no_grad():
         return model(input_ids=end, labels=end).loss.exp().item()
@@ -39,7 +39,7 @@ def score_end(model: torch.nn.Module) -> float:
 print(f"before reading: {score_end(base):.2f}")
 
 model = get_peft_model(base, LocasConfig(r=64))
-trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, context="cache")
+trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3, context="cache")
 for chunk in trainer.read(tokens):
     if chunk.index % 20 == 0:
         print(f"{chunk.stop:6,} tokens read, perplexity so far {trainer.perplexity:.2f}")

@@ -3,6 +3,7 @@
 pip install trl datasets
 python examples/sft_trainer.py                        # the embedded model, a minute on a CPU
 python examples/sft_trainer.py --model Qwen/Qwen3-0.6B-Base
+torchrun --nproc_per_node 2 examples/sft_trainer.py   # two GPUs
 """
 
 import argparse

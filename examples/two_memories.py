@@ -27,7 +27,7 @@ model = get_peft_model(base, LocasConfig(r=32), adapter_name="beginning")
 model.add_adapter("end", LocasConfig(r=32))
 for name, tokens in texts.items():
     model.set_adapter(name)
-    trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, context="cache")
+    trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3, context="cache")
     for _ in trainer.read(tokens):
         pass
     print(f"read the {name}: perplexity {trainer.perplexity:.2f}")

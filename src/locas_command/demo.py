@@ -135,7 +135,7 @@ def _read_pages(
                     format_figure(read.change_nats, 3),
                 ]
             )
-    changes = "change of other answers, nats a token"
+    changes = "KL on own answers, nats a token"
     headers = ["method", "parameters", "perplexity", "seconds", changes]
     stdout.print(Sheet("", headers, lines).to_rich())
     return rows

@@ -18,6 +18,8 @@ Departures from the text:
   (`benchmarks/LOG.md`).
 - "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe
   and, for ReLU, on the ray through it. Between the rays f is not additive.
+- The threshold. The paper's epsilon bounds the norms of rows, ours singular values relative to the
+  largest.
 - Other activations. With phi(0) = 0 and v_j = f(rho p_j) / phi(rho), the reduced memory equals f at
   rho p_j, for any one rho > 0.
 
@@ -69,8 +71,7 @@ def nl_svd(
         activation: phi, with phi(0) = 0.
         probe_norm: rho, the norm of the probes as inputs; 1 in the paper. It has no effect with
             ReLU; for another activation, use the norm of the memory's inputs.
-        threshold: the paper's epsilon: directions at most this strong, relative to the strongest,
-            are zeros too.
+        threshold: directions at most this strong, relative to the strongest, are zeros too.
 
     Raises:
         TypeError, ValueError: for another dtype or shape, and values that are zero or not finite.

@@ -24,7 +24,7 @@ Choices beyond the paper:
   the output of that layer in the same direction by less than the formula's amount.
 - The cycle (appendix, "Expansion-Compression Cycle"). The memory has R = capacity slots from the
   start; free slots are zero, and training leaves them so. A memory with too few of them for a chunk
-  is first folded to capacity / 2.
+  is first folded to capacity / 2: by NL-SVD, or by a least-squares refit, which the paper has not.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """

@@ -23,9 +23,9 @@ class TrainingSettings:
         learning_rate: the rate after the warm-up. None to train nothing, or for an optimizer with
             its own rates.
         readings: how often the document is read, with one adapter (see also `MeanOfReadings`).
-        context: "recompute" feeds each chunk's context again, as in the paper; gradients flow
-            through it. "cache" takes it from a detached key/value cache that slides with the text,
-            and feeds it again each time the positions reach two windows.
+        context: "recompute" feeds each chunk's context again; gradients flow through it. "cache"
+            takes it from a detached key/value cache that slides with the text, and feeds it again
+            each time the positions reach two windows.
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
         decay_steps: step t, counted from 0, uses 1 / sqrt(1 + t / decay_steps) of the rate. 0 for a
             constant rate.

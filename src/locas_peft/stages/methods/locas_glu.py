@@ -27,7 +27,7 @@ class LocasGlu(MemoryMethod):
     gated = True
     other_method = "locas-mlp"
     reading = {
-        # The paper's tau, divided by r, and the rate of its PG-19 runs.
+        # The paper's tau, divided by r, and the rate of its ablation of initialisations.
         "paper": {
             **_ROWS,
             "learning_rate": _LEARNING_RATE,

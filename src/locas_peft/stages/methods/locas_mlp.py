@@ -29,8 +29,8 @@ class LocasMlp(MemoryMethod):
     gated = False
     other_method = "locas-glu"
     reading = {
-        # Written slot by slot as in the paper, but with tau undivided (`complete`) and a rate from
-        # our sweep.
+        # The paper's written slots (`slots.writing` lists our choices), with tau undivided
+        # (`complete`) and a rate from our sweep.
         "paper": {
             "r": 64,
             "init": "write",

@@ -12,6 +12,7 @@ from .method import PAPER, TUNED, Method, find_layers
 __all__ = ["Lora"]
 
 _RANK = 64
+# The paper does not state its rate.
 _LEARNING_RATE = 1e-3
 
 

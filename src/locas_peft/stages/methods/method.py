@@ -19,7 +19,7 @@ Unused = list[tuple[str, tuple[str, ...]]]
 
 _ALL_LAYERS = {"layers_to_transform": None}
 _NO_ANCHOR = {"anchor": None, "anchor_every": 4}
-# As in the paper: a constant learning rate.
+# The paper names no schedule: a constant learning rate.
 PAPER: dict[str, Any] = {**_ALL_LAYERS, **_NO_ANCHOR, "decay_steps": 0}
 # A falling learning rate, so that one rate serves texts of all lengths.
 TUNED: dict[str, Any] = {**_ALL_LAYERS, **_NO_ANCHOR, "decay_steps": 100}

@@ -2,8 +2,8 @@
 
 Some optimizer steps also minimise the KL divergence from the reference to the model with its
 adapter, on n texts of L tokens that the reference generated. The reference is the base, or the
-model with an adapter as it was. This is our addition; the paper's only bound is the norm clip of
-the slots.
+model with an adapter as it was. This is our addition; the paper bounds a memory by tau and
+the norm clip of the slots.
 """
 
 from __future__ import annotations
