@@ -22,6 +22,8 @@ from paper_tables.bench import Bench
 from paper_tables.command import add_run_options, running, write_page
 from paper_tables.scales import CPU, GPU, QUICK, SCALES, Scale
 
+from locas_settings import PRESETS
+
 TABLES = {
     "sweep": sweep,
     "pg19": pg19,
@@ -77,7 +79,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the scale quick")
     parser.add_argument("--scale", choices=SCALES, help="in place of the device's own")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
-    parser.add_argument("--preset", default="tuned", help="of readings: tuned or paper")
+    parser.add_argument("--preset", default="tuned", choices=PRESETS, help="of readings")
     parser.add_argument(
         "--lora-rate", type=float, help="TempLoRA's best rate; by default its sweep is made"
     )

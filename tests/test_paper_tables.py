@@ -293,6 +293,19 @@ def test_forgetting_is_compared_over_books_that_both_methods_read(tables, bench,
     assert "17769" not in tables.forgetting.tabulate(bench)
 
 
+def test_the_preset_paper_reads_as_the_paper_does(tables, data, scale, tmp_path):
+    bench = tables.bench.Bench(backbone.NAME, data, tmp_path, scale, preset="paper")
+    assert bench.folder.name == "test-paper"
+    memory = bench.settings(tables.rows.LOCAS)
+    assert (memory.output_scale, memory.decay_steps, memory.anchor) == ("paper", 0, None)
+    bench.lora_rate = 3e-4
+    bench.scale = dataclasses.replace(scale, short_tokens=300)
+    _, lora = tables.forgetting.list_rows(bench, make=False)
+    assert bench.settings(lora).anchor is None
+    names = [row.name for row in tables.mmlu.list_rows(bench, make=False)]
+    assert "Locas r=64, without the anchor" not in names
+
+
 def test_locomo_compares_each_method_with_the_base(tables, bench, data, monkeypatch):
     (data / "locomo").mkdir()
     write_samples(data / "locomo", make_samples())
@@ -401,6 +414,9 @@ def test_mistakes_are_one_line(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tables.paper.main([backbone.NAME, "--table", "pg20"])
     assert "--table must be among" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tables.paper.main([backbone.NAME, "--table", "gap", "--preset", "paper"])
+    assert "--preset is not for the table 'gap'" in capsys.readouterr().err
     arguments = [backbone.NAME, "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--quick"]
     with pytest.raises(SystemExit, match="paper: --data must hold the book 2118"):
         tables.paper.main(arguments)
