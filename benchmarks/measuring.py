@@ -128,9 +128,10 @@ def compare(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return hardware, versions and the commit."""
+    folder = Path(__file__).parent
     try:
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+            ["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip()
     except OSError:  # no git
         commit = ""

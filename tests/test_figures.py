@@ -21,6 +21,7 @@ READINGS = PAPER / "readings"
 BOOKS = ("3649", "36235")
 SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
+ANCHORED_LORA = f"{BEST_LORA}_anchor=0.3_anchor_every=4"
 ROWS = {
     "no memory": "none",
     "LoRA r=64": BEST_LORA,
@@ -310,15 +311,17 @@ def test_the_dialogues_temporal_questions_and_the_distance_to_lora_are_those_of_
 
 
 @pytest.mark.parametrize(
-    ("name", "row"),
+    ("name", "row", "seed"),
     [
-        ("Locas r=64", "locas-glu"),
-        ("TempLoRA r=64, 3e-4", "lora_learning_rate=0.0003_anchor=0.3_anchor_every=4"),
+        ("Locas r=64", "locas-glu", 0),
+        ("Locas r=64, seed 1", "locas-glu-seed1", 1),
+        ("TempLoRA r=64, 3e-4", ANCHORED_LORA, 0),
     ],
 )
-def test_the_second_reading_has_the_figures_of_the_results(name, row):
+def test_further_readings_have_the_figures_of_the_results(name, row, seed):
     perplexity, divergence = list_cells(name, RESULTS, "| float32, the anchor for both |")
-    read = PAPER_FLOAT32 / "readings" / "3649-50176" / f"{row}-seed0.json"
+    slug = row.removesuffix("-seed1")
+    read = PAPER_FLOAT32 / "readings" / "3649-50176" / f"{slug}-seed{seed}.json"
     figures = json.loads(read.read_text(encoding="utf-8"))["figures"]
     assert perplexity == f"{figures['perplexity']:.2f}"
     own = PAPER_FLOAT32 / "mmlu" / row / "own-answers.json"
@@ -326,6 +329,20 @@ def test_the_second_reading_has_the_figures_of_the_results(name, row):
         json.loads(own.read_text(encoding="utf-8"))["figures"]["chunk_kl_nats"]
     )
     assert divergence == "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**interval)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("Locas r=64", "locas-glu"), ("TempLoRA r=64, 3e-4", ANCHORED_LORA)]
+)
+def test_forgetting_over_books_has_the_figures_of_the_results(name, row):
+    means = []
+    for book in ("17769", "28345", "36087"):
+        file = PAPER_FLOAT32 / "forgetting" / f"{book}-12288" / f"{row}.json"
+        kls = json.loads(file.read_text(encoding="utf-8"))["figures"]["chunk_kl_nats"]
+        means.append(statistics.mean(kls))
+    mean = "{mean:.3f} [{low:.3f}, {high:.3f}]".format(**mean_interval(means))
+    expected = [*(f"{value:.3f}" for value in means), mean]
+    assert list_cells(name, RESULTS, "| KL, nats a token, float32 |") == expected
 
 
 def list_baselines() -> list[list[str]]:
