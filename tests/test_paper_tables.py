@@ -283,7 +283,7 @@ def test_forgetting_is_compared_over_books_that_both_methods_read(tables, bench,
     bench.scale = dataclasses.replace(bench.scale, short_tokens=600)
     bench.lora_rate = 3e-4
     memory, lora = tables.forgetting.list_rows(bench, make=False)
-    weights = [complete(row.settings(bench.common), bench.base).anchor for row in (memory, lora)]
+    weights = [bench.settings(row).anchor for row in (memory, lora)]
     assert weights[0] == weights[1] > 0, "both have the anchor"
     tables.forgetting.fill(bench)
     both = [tables.forgetting._find_means(bench, row) for row in (memory, lora)]

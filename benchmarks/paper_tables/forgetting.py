@@ -14,7 +14,7 @@ from .rows import LOCAS, Row, with_anchor
 __all__ = ["fill", "tabulate"]
 
 BOOKS = SHORT_BOOKS[2:]
-"""The two books that come first are read whole for the table of MMLU."""
+"""Those of which the table pg19 reads the beginning alone."""
 
 
 def list_rows(bench: Bench, make: bool) -> list[Row]:

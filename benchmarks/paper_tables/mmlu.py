@@ -40,9 +40,10 @@ def list_rows(bench: Bench, make: bool) -> list[Row]:
     if best is not None:
         rows += [best, with_anchor(best)]
     if bench.is_gated:
-        rows += [LOCAS, GAINS]
+        rows.append(LOCAS)
         if bench.settings(LOCAS).anchor:
-            rows.insert(-1, locas(name="Locas r=64, without the anchor", anchor=0.0))
+            rows.append(locas(name="Locas r=64, without the anchor", anchor=0.0))
+        rows.append(GAINS)
     width = bench.scale.large_width
     if width is not None:
         rows += [lora(width), locas(width)]

@@ -25,6 +25,8 @@ __all__ = [
     "with_anchor",
 ]
 
+ANCHOR = 0.3
+
 
 @dataclass(frozen=True)
 class Row:
@@ -79,9 +81,9 @@ def _make_row(
     return Row(name or label, method, given)
 
 
-def with_anchor(row: Row, weight: float = 0.3) -> Row:
+def with_anchor(row: Row) -> Row:
     """Return a row with the anchor that a memory has by default."""
-    given = {**row.given, "anchor": weight}
+    given = {**row.given, "anchor": ANCHOR}
     return replace(row, name=f"{row.name}, with the anchor", given=given)
 
 
