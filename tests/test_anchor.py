@@ -191,10 +191,11 @@ def test_every_so_many_steps_the_next_text_pulls():
     assert pulls == [None, None, 0, None, None, 1, None, None, 2, None, None, 0]
 
 
+@pytest.mark.parametrize(("weight", "is_bounded"), [(0.5, False), (1e6, True)])
 @pytest.mark.parametrize("kind", ["lora", "locas"])
-def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
-    """The fourth one, the second with a pull."""
-    ids, anchor = make_ids(32), make_anchor(weight=0.5, every=2)
+def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind, weight, is_bounded):
+    """The fourth one, the second with a pull, whose gradient is at most twice the chunk's."""
+    ids, anchor = make_ids(32), make_anchor(weight=weight, every=2)
     model = make_model(kind)
     settings = SETTINGS | {"learning_rate": None, "optimizer": sgd(0.1), "warmup_steps": 0}
     chunks = TestTimeTrainer(model, **settings, steps=[anchor]).read(ids)
@@ -209,13 +210,21 @@ def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
         base = logits(model, text)[0]
     for parameter in parameters.values():
         parameter.requires_grad_(True)  # disable_adapter has switched them off
-    loss = loss + 0.5 * 2 * divergences(model(input_ids=text).logits[0], base).mean()
-    gradients = dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
-    assert any(gradient.abs().max() > 1e-6 for gradient in gradients.values())
+    pull = weight * 2 * divergences(model(input_ids=text).logits[0], base).mean()
+    learned = torch.autograd.grad(loss, parameters.values())
+    pulled = torch.autograd.grad(pull, parameters.values())
+    length, most = (norm_of(gradients) for gradients in (pulled, learned))
+    factor = min(1.0, 2 * most / length)
+    assert (factor < 1) == is_bounded and most > 1e-6 and length > 1e-6
     next(chunks)
-    for name, parameter in parameters.items():
+    for (name, parameter), own, other in zip(parameters.items(), learned, pulled, strict=True):
         if kind == "lora" or "down" in name:  # a LOCAS memory's rows are also clipped
-            torch.testing.assert_close(parameter.detach(), before[name] - 0.1 * gradients[name])
+            expected = before[name] - 0.1 * (own + factor * other)
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
+def norm_of(tensors) -> float:
+    return torch.cat([tensor.flatten() for tensor in tensors]).norm().item()
 
 
 def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():

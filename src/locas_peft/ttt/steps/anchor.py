@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...asking import continue_rows, draw
 from ...checks import check_whole
@@ -40,7 +41,8 @@ class Anchor(Step):
         weight: of KL(reference || with the adapter), the mean over L - 1 tokens in nats, beside the
             chunk's loss.
         every: every n-th step pulls, with n times the weight: two forward passes and a backward one
-            over L - 1 tokens, or one forward pass less where a text returns.
+            over L - 1 tokens, or one forward pass less where a text returns. The gradient of a pull
+            is at most n times as long as that of the chunk: longer ones are scaled down.
         reference: the frozen adapter that the KL is measured from; None for the base. An `OwnText`
             has its own, and takes none here.
 
@@ -99,8 +101,14 @@ class Anchor(Step):
 
     def before_optimizer_step(self, trainer: TestTimeTrainer) -> None:
         number = self.number_of(trainer.learner.steps)
-        if number is not None:
-            self.loss(trainer.host, number).backward()
+        if number is None:
+            return
+        parameters = trainer.learner.parameters()
+        learned = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self.loss(trainer.host, number).backward()
+        _add_bounded(parameters, learned, limit=self.every)
 
     def number_of(self, step: int) -> int | None:
         """Return the number of the text of optimizer step `step`, both from 0; None for no pull."""
@@ -120,6 +128,42 @@ class Anchor(Step):
         if self._logits is None or not self._logits.is_of(host):
             self._logits = _ReferenceLogits(host, self.reference)
         return self._logits
+
+
+@torch.no_grad()
+def _add_bounded(
+    parameters: Sequence[nn.Parameter], learned: Sequence[Tensor | None], limit: float
+) -> None:
+    """Add the gradients of a chunk to those of a pull, which are first scaled down where needed.
+
+    A pull on a text that the memory has changed much can have a gradient a hundred times as long as
+    that of a chunk. An optimizer such as AdamW would then follow the pull alone for many steps.
+
+    Args:
+        parameters: their gradients are those of the pull.
+        learned: the gradients of the chunk; the lengths are norms over all parameters.
+        limit: how many times as long as the chunk's the pull's gradient is at most.
+    """
+    pulls = [parameter.grad for parameter in parameters]
+    longest = limit * _norm(learned)
+    length = _norm(pulls)
+    # The device is not waited for. A norm that is not finite stays so, and the step is not taken.
+    factor = (longest / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1.0)
+    for parameter, pull, gradient in zip(parameters, pulls, learned, strict=True):
+        if pull is None:
+            parameter.grad = gradient
+            continue
+        pull.mul_(factor)
+        if gradient is not None:
+            pull.add_(gradient)
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the norm of all gradients together, a float32 scalar."""
+    norm = nn.utils.get_total_norm([each for each in gradients if each is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return norm.float()
 
 
 class _ReferenceLogits:
