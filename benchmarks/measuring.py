@@ -126,15 +126,22 @@ def compare(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]
     }
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return hardware, versions and the commit."""
-    folder = Path(__file__).parent
+def _find_commit() -> str | None:
+    """Return the commit of this folder; None without git or outside of a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        commit = subprocess.run(
-            ["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True)
     except OSError:  # no git
-        commit = ""
+        return None
+    return found.stdout.strip() or None
+
+
+# Not later: a commit that is made during a run is not the one that was measured.
+COMMIT = _find_commit()
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return hardware, versions, and the commit that was current when the program began."""
     cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     return {
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -143,7 +150,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,
-        "commit": commit or None,
+        "commit": COMMIT,
     }
 
 

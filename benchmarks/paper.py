@@ -22,6 +22,7 @@ from paper_tables.bench import Bench
 from paper_tables.command import add_run_options, running, write_page
 from paper_tables.scales import CPU, GPU, QUICK, SCALES, Scale
 
+from locas_peft.processes import join_processes
 from locas_settings import PRESETS
 
 TABLES = {
@@ -54,10 +55,23 @@ def choose_scale(arguments: argparse.Namespace) -> Scale:
 
 
 def fill_tables(bench: Bench, names: list[str]) -> None:
-    """Make the results of tables, and after each of them write the page."""
+    """Make the results of tables, and after each of them write the page.
+
+    A table that cannot be made on this host is left out; its error is raised after the others.
+    """
+    errors: list[Exception] = []
     for name in names:
-        TABLES[name].fill(bench)
+        try:
+            TABLES[name].fill(bench)
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            # Other processes wait for this one's share.
+            if name == names[-1] or join_processes().num_processes > 1:
+                raise
+            print(f"{name}: {error}; the other tables go on", flush=True)
+            errors.append(error)
         write_tables(bench)
+    if errors:
+        raise errors[0]
 
 
 def write_tables(bench: Bench) -> None:
@@ -110,7 +124,8 @@ def main(argv: list[str] | None = None) -> None:
             arguments.dtype,
             arguments.preset,
         )
-        bench.lora_rate = arguments.lora_rate
+        if arguments.lora_rate is not None:
+            bench.lora_rate = arguments.lora_rate
         if arguments.collect:
             write_tables(bench)
         else:

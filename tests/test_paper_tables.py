@@ -246,6 +246,16 @@ def test_pg19_compares_chunks_with_the_best_rate_of_the_sweep(tables, bench):
     assert f"| {math.exp(nats / tokens):.3f} |" in line, "the perplexity at 256 tokens"
 
 
+def test_two_layer_hosts_have_the_rows_of_their_method(tables, data, scale, tmp_path):
+    bench = tables.bench.Bench(backbone.MLP_NAME, data, tmp_path, scale, dtype="float32")
+    bench.lora_rate = 1e-3
+    tables.pg19.fill(bench)
+    page = tables.pg19.tabulate(bench)
+    for row in tables.rows.two_layer_rows():
+        assert page.count(f"| {row.name} |") == 2, "a row of each of the two long books"
+    assert "two-layer FFNs" in page and "| Locas r=64 |" not in page
+
+
 def test_mmlu_is_measured_of_the_base_and_of_memories(tables, bench, monkeypatch):
     # Those of the other rows are made alike, and take long.
     none, _, anchored, *_ = tables.mmlu.list_rows(bench, make=False)
@@ -276,6 +286,40 @@ def test_a_memory_that_was_not_kept_is_made_again(tables, bench):
     shutil.rmtree(first.needs.memory)
     bench.run([first])
     assert first.load()["figures"] == expected
+
+
+def test_a_reading_that_was_interrupted_is_made_again_for_a_measure(tables, bench):
+    unit = tables.mmlu._list_units(bench, tables.rows.LOCAS)["own-answers"]
+    bench.run([unit.needs])
+    shutil.rmtree(unit.needs.memory)
+    unit.needs.checkpoint.mkdir(parents=True)
+    bench.run([unit])
+    assert unit.load()["figures"]["kl_per_token"] > 0
+
+
+def test_results_of_another_dtype_are_refused(tables, bench, data, scale):
+    bench.run([bench.reading(tables.rows.NONE, "3649", 600)])
+    arguments = backbone.NAME, data, bench.folder.parent.parent, scale
+    other = tables.bench.Bench(*arguments, dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype 'float32' in .*, not 'bfloat16': choose another"):
+        other.unit("readings/3649-600/none-seed0.json", {}, measure=None)
+
+
+def test_the_best_rate_of_lora_stays_with_the_results(tables, data, scale, tmp_path):
+    arguments = backbone.NAME, data, tmp_path, scale
+    tables.bench.Bench(*arguments).lora_rate = 3e-4
+    later = tables.bench.Bench(*arguments)
+    assert tables.pg19.best_lora(later).name.endswith("(0.0003)")
+    with pytest.raises(ValueError, match="--lora-rate 0.0003 in .*, not 0.001: choose another"):
+        later.lora_rate = 1e-3
+
+
+def test_windows_are_within_the_hosts_positions(tables, bench, monkeypatch):
+    choose = tables.bench.choose_window
+    assert choose(tables.scales.GPU, 1024) == {"window": 1024, "stride": 512}
+    assert choose(tables.scales.GPU, None) == {"window": 2048, "stride": 1024}
+    monkeypatch.setattr(tables.pg19, "count_positions", lambda base: bench.common["window"])
+    assert not any("window" in row.given for row in tables.pg19.list_rows(bench))
 
 
 def test_forgetting_is_compared_over_books_that_both_methods_read(tables, bench, monkeypatch):
@@ -405,9 +449,23 @@ def test_rows_are_timed_in_turn_and_their_operations_counted(tables, bench):
     again, none, lora, locas = operations
     assert none < again < 2.1 * none, "a window that is read again costs twice the chunk"
     assert 2 * none < locas < lora, "learning costs a backward pass, LoRA's more than a memory's"
+    writing = [results[row.name]["writing_processor_seconds"] for row in rows]
+    assert writing[:3] == [0, 0, 0] and writing[3] > 0, "the memory's anchor alone writes texts"
 
 
 # ---------------------------------------------------------------------- the command
+
+
+def test_a_table_that_cannot_be_made_does_not_keep_the_others(tables, bench, monkeypatch):
+    def fail(bench):
+        raise ValueError("no such row here")
+
+    monkeypatch.setattr(tables.locomo, "fill", fail)
+    filled = []
+    monkeypatch.setattr(tables.mmlu, "fill", lambda bench: filled.append("mmlu"))
+    with pytest.raises(ValueError, match="no such row here"):
+        tables.paper.fill_tables(bench, ["locomo", "mmlu"])
+    assert filled == ["mmlu"] and bench.folder.with_suffix(".md").exists()
 
 
 def test_mistakes_are_one_line(tables, tmp_path, capsys):

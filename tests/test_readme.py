@@ -61,7 +61,7 @@ def test_the_example_prints_what_it_says(tmp_path):
         [float(n) for n in re.findall(r"\d+\.\d\d", text)] for text in (output, shown)
     )
     assert len(printed) == len(promised) == 4
-    assert printed[-1] < printed[0]  # the perplexity fell
+    assert printed == pytest.approx(promised, rel=0.01)
     assert (tmp_path / "memory" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 

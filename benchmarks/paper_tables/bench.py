@@ -16,7 +16,8 @@ from locas_peft.bases import load_base
 from locas_peft.evaluation import Unit, run_units
 from locas_peft.evaluation.drift import Piece, write_own_answers
 from locas_peft.evaluation.intervals import Interval, mean_interval
-from locas_peft.files import load_json
+from locas_peft.files import load_json, write_json
+from locas_peft.model import count_positions
 from locas_peft.stages import Place, ReadSettings, complete, read
 from locas_peft.text import digest_ids, load_text, tokenize, unwrap
 from locas_peft.tuner import find_ffns
@@ -30,6 +31,7 @@ __all__ = [
     "SWEEP_BOOK",
     "UNREAD_BOOK",
     "Bench",
+    "choose_window",
     "compare_chunks",
     "describe_chunk",
     "find_nats",
@@ -59,11 +61,9 @@ class Bench:
     Attributes:
         common: the settings that all rows of the tables share.
         compiled: whether readings that are timed go through `torch.compile`.
-        lora_rate: TempLoRA's best learning rate, where an earlier sweep found it.
     """
 
     compiled = False
-    lora_rate: float | None = None
 
     def __init__(
         self,
@@ -86,12 +86,33 @@ class Bench:
         self.device = device
         self.base, self.tokenizer = load_base(model, dtype, device)
         self.base.requires_grad_(False).eval()
-        self.common = {"window": scale.window, "stride": scale.stride}
+        self.common = choose_window(scale, count_positions(self.base))
         if backbone.is_embedded(model):
             # They were trained on windows of this length.
             self.common = {"window": 512, "stride": 256}
         # A book is tokenized once.
         self._ids = cache(self._load_ids)
+
+    @property
+    def lora_rate(self) -> float | None:
+        """TempLoRA's best learning rate, where an earlier sweep found it; kept with the results."""
+        if not self._rate_file.exists():
+            return None
+        return load_json(self._rate_file)["lora_rate"]
+
+    @lora_rate.setter
+    def lora_rate(self, rate: float) -> None:
+        known = self.lora_rate
+        if known not in (None, rate):
+            got = f"{known:g} in {str(self._rate_file)!r}, not {rate:g}"
+            raise ValueError(f"the results have --lora-rate {got}: choose another --out")
+        if known is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self._rate_file, {"lora_rate": rate})
+
+    @property
+    def _rate_file(self) -> Path:
+        return self.folder / "lora-rate.json"
 
     @cached_property
     def is_gated(self) -> bool:
@@ -118,10 +139,14 @@ class Bench:
         """Return where a result comes from: host, commit, machine and date."""
         return {
             "host": self.host,
-            "dtype": str(self.base.dtype).removeprefix("torch."),
+            "dtype": self._dtype_name,
             "date": date.today().isoformat(),
             "machine": describe_machine(self.base.device),
         }
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.base.dtype).removeprefix("torch.")
 
     @cached_property
     def own_answers(self) -> list[Piece]:
@@ -163,7 +188,7 @@ class Bench:
         unit = Unit(file, make, needs=needs, size=size)
         if file.exists():
             recorded = load_json(file)
-            for name, value in about.items():
+            for name, value in {**about, "dtype": self._dtype_name}.items():
                 if _drop_empty(recorded.get(name)) != _drop_empty(value):
                     got = f"{name} {recorded.get(name)!r} in {str(file)!r}, not {value!r}"
                     raise ValueError(f"the results have {got}: choose another --out")
@@ -235,6 +260,12 @@ class Bench:
         if not unit.is_finished:
             return None
         return unit.load()
+
+
+def choose_window(scale: Scale, positions: int | None) -> dict[str, int]:
+    """Return the window and the stride of a scale, within a host's positions, if these end."""
+    window = min(scale.window, positions or scale.window)
+    return {"window": window, "stride": min(scale.stride, max(window // 2, 1))}
 
 
 def _drop_empty(value: Any) -> Any:

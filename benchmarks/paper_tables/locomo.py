@@ -91,11 +91,13 @@ def _describe(bench: Bench) -> dict[str, Any]:
 def tabulate(bench: Bench) -> str:
     """Return the F1s by category, and the paired differences from the base."""
     file = bench.folder / "locomo.json"
-    if not file.exists():
+    scores_file = bench.folder / SCORES
+    # The scores are written last.
+    if not (file.exists() and scores_file.exists()):
         return ""
     figures = load_json(file)
+    scores = load_json(scores_file)
     names = [*CATEGORIES.values(), "answerable", "abstention"]
-    scores = load_json(bench.folder / SCORES)
     lines = []
     for setting in SETTINGS:
         base = scores["none"][setting]

@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 from measuring import make_table
+from peft.utils import CONFIG_NAME
 from torch import nn
 
 from locas_peft.evaluation import Unit
 from locas_peft.evaluation.drift import cut_pieces, measure_drift
 from locas_peft.evaluation.intervals import mean_interval, rise_interval
-from locas_peft.memories import memory_attached
+from locas_peft.memories import checkpoint, memory_attached
 from locas_peft.tables import format_mean, format_percent
 
 from . import choices
@@ -134,9 +135,8 @@ def make_measure(
 
     def run(unit: Unit) -> dict[str, Any]:
         measure = prepare(bench)
-        if reading is not None and not reading.memory.is_dir():
-            # The results are kept in the repository, the memories are not: it is read again.
-            reading.make()
+        if reading is not None:
+            _make_memory(reading)
         attached = nullcontext(bench.base)
         if reading is not None:
             attached = memory_attached(bench.base, reading.memory)
@@ -144,6 +144,17 @@ def make_measure(
             return measure(model)
 
     return run
+
+
+def _make_memory(reading: Unit) -> None:
+    """Read the book again where the memory of a reading is missing.
+
+    The results are kept in the repository, the memories are not. An interrupted reading leaves a
+    folder with a checkpoint alone.
+    """
+    with checkpoint.held(reading.lock):
+        if not (reading.memory / CONFIG_NAME).exists():
+            reading.make()
 
 
 def fill(bench: Bench) -> None:

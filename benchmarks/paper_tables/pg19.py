@@ -59,8 +59,11 @@ def best_lora(bench: Bench, make: bool = False) -> Row | None:
 def list_rows(bench: Bench, make: bool = False) -> list[Row]:
     """Return the rows of the two long books."""
     wide = 2 * bench.common["window"]
-    rows = [NONE, replace(NONE, name="no memory, window x 2", given={"window": wide})]
-    longest = min(count_positions(bench.base) or wide, bench.scale.book_tokens)
+    positions = count_positions(bench.base)
+    rows = [NONE]
+    if positions is None or wide <= positions:
+        rows.append(replace(NONE, name="no memory, window x 2", given={"window": wide}))
+    longest = min(positions or wide, bench.scale.book_tokens)
     # Books are longer than most hosts' positions.
     longest = min(2 ** math.floor(math.log2(longest)), 16_384)
     if longest > wide:
