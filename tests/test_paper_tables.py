@@ -314,6 +314,14 @@ def test_the_best_rate_of_lora_stays_with_the_results(tables, data, scale, tmp_p
         later.lora_rate = 1e-3
 
 
+def test_the_bases_own_answers_stay_with_the_results(tables, bench, data, scale, monkeypatch):
+    pieces = bench.own_answers
+    monkeypatch.setattr(tables.bench, "write_own_answers", None)
+    later = tables.bench.Bench(backbone.NAME, data, bench.folder.parent.parent, scale)
+    for (ids, scored), (kept, kept_scored) in zip(pieces, later.own_answers, strict=True):
+        assert torch.equal(ids, kept) and scored == kept_scored
+
+
 def test_windows_are_within_the_hosts_positions(tables, bench, monkeypatch):
     choose = tables.bench.choose_window
     assert choose(tables.scales.GPU, 1024) == {"window": 1024, "stride": 512}

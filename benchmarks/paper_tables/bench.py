@@ -150,8 +150,18 @@ class Bench:
 
     @cached_property
     def own_answers(self) -> list[Piece]:
-        """What the base without a memory answers to everyday questions."""
-        return write_own_answers(self.base, self.tokenizer)
+        """What the base without a memory answers to everyday questions.
+
+        The answers are kept with the results: those that another process writes can differ, since
+        sums in floating point do.
+        """
+        file = self.folder / "own-answers.json"
+        if not file.exists():
+            written = write_own_answers(self.base, self.tokenizer)
+            records = [{"ids": ids.tolist(), "scored": scored} for ids, scored in written]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, records)
+        return [(torch.tensor(record["ids"]), record["scored"]) for record in load_json(file)]
 
     # ------------------------------------------------------------------ units
 
