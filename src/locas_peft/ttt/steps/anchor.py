@@ -153,7 +153,8 @@ def _add_bounded(
         if pull is None:
             parameter.grad = gradient
             continue
-        pull.mul_(factor)
+        # Layers may be on several devices.
+        pull.mul_(factor.to(pull.device))
         if gradient is not None:
             pull.add_(gradient)
 
