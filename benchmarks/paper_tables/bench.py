@@ -139,13 +139,14 @@ class Bench:
         """Return where a result comes from: host, commit, machine and date."""
         return {
             "host": self.host,
-            "dtype": self._dtype_name,
+            "dtype": self.dtype_name,
             "date": date.today().isoformat(),
             "machine": describe_machine(self.base.device),
         }
 
     @property
-    def _dtype_name(self) -> str:
+    def dtype_name(self) -> str:
+        """The dtype that the base has, such as "bfloat16"."""
         return str(self.base.dtype).removeprefix("torch.")
 
     @cached_property
@@ -198,7 +199,7 @@ class Bench:
         unit = Unit(file, make, needs=needs, size=size)
         if file.exists():
             recorded = load_json(file)
-            for name, value in {**about, "dtype": self._dtype_name}.items():
+            for name, value in {**about, "dtype": self.dtype_name}.items():
                 if _drop_empty(recorded.get(name)) != _drop_empty(value):
                     got = f"{name} {recorded.get(name)!r} in {str(file)!r}, not {value!r}"
                     raise ValueError(f"the results have {got}: choose another --out")

@@ -85,17 +85,16 @@ def fill(bench: Bench) -> None:
 
 
 def _describe(bench: Bench) -> dict[str, Any]:
-    return {"model": bench.host, "dtype": str(bench.base.dtype).removeprefix("torch.")}
+    return {"model": bench.host, "dtype": bench.dtype_name}
 
 
 def tabulate(bench: Bench) -> str:
     """Return the F1s by category, and the paired differences from the base."""
-    file = bench.folder / "locomo.json"
     scores_file = bench.folder / SCORES
     # The scores are written last.
-    if not (file.exists() and scores_file.exists()):
+    if not scores_file.exists():
         return ""
-    figures = load_json(file)
+    figures = load_json(bench.folder / "locomo.json")
     scores = load_json(scores_file)
     names = [*CATEGORIES.values(), "answerable", "abstention"]
     lines = []

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from measuring import make_table
-from peft.utils import CONFIG_NAME
 from torch import nn
 
 from locas_peft.evaluation import Unit
 from locas_peft.evaluation.drift import cut_pieces, measure_drift
 from locas_peft.evaluation.intervals import mean_interval, rise_interval
 from locas_peft.memories import checkpoint, memory_attached
+from locas_peft.memories.folder import MEMORY_CONFIG
 from locas_peft.tables import format_mean, format_percent
 
 from . import choices
@@ -135,10 +135,9 @@ def make_measure(
 
     def run(unit: Unit) -> dict[str, Any]:
         measure = prepare(bench)
-        if reading is not None:
-            _make_memory(reading)
         attached = nullcontext(bench.base)
         if reading is not None:
+            _make_memory(reading)
             attached = memory_attached(bench.base, reading.memory)
         with attached as model:
             return measure(model)
@@ -153,7 +152,7 @@ def _make_memory(reading: Unit) -> None:
     folder with a checkpoint alone.
     """
     with checkpoint.held(reading.lock):
-        if not (reading.memory / CONFIG_NAME).exists():
+        if not (reading.memory / MEMORY_CONFIG).exists():
             reading.make()
 
 

@@ -26,7 +26,7 @@ from locas_peft.bases import load_base
 from locas_peft.evaluation import Unit
 from locas_peft.model import count_positions
 from locas_peft.stages import PeakMemory, complete
-from locas_peft.ttt import Anchor
+from locas_peft.ttt import Anchor, OwnText
 
 from .bench import SWEEP_BOOK, Bench
 from .rows import DEFAULT_LORA, LOCAS, NARROW, NONE, Row, locas, two_layer_rows
@@ -85,14 +85,19 @@ class TimedReading:
         """
         if self._anchor is None:
             return 0.0
+        texts = self._anchor.texts
+        assert isinstance(texts, OwnText)  # that of `make_trainer`
         pulls = TURN_CHUNKS / self._anchor.every
-        count = min(math.ceil(turns * pulls), len(self._anchor.texts))
+        count = min(math.ceil(turns * pulls), len(texts))
         began = time.process_time()
-        for number in range(count):
-            self._anchor.texts[number]
-        # Texts are written in batches, which may be more than were needed.
-        written = getattr(self._anchor.texts, "written", ())
-        return (time.process_time() - began) / max(len(written), 1) * pulls
+        # Those before it are written too, in batches, which may be more than are needed.
+        texts[count - 1]
+        return (time.process_time() - began) / len(texts.written) * pulls
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether some of the steps pull."""
+        return self._anchor is not None
 
     def take_turn(self) -> None:
         """Read the chunks of a turn, and record their times."""
@@ -198,7 +203,8 @@ def time_rows(host: Host, rows: Sequence[Row], ids: torch.Tensor) -> list[dict[s
         for row in rows:
             readings[row.name] = TimedReading(stack, host, row, ids)
         names = list(readings)
-        writing = {name: readings[name].write_texts(turns) for name in names}
+        # The first row with an anchor writes for all of them.
+        writing = max(reading.write_texts(turns) for reading in readings.values())
         for turn in range(turns):
             # No row is always the first.
             start = turn % len(names)
@@ -212,15 +218,12 @@ def time_rows(host: Host, rows: Sequence[Row], ids: torch.Tensor) -> list[dict[s
         if reading.skipped_chunks:
             raise ValueError(f"row {name!r} skipped chunks, whose times differ: lower its rate")
         kept = {key: values[first:] for key, values in reading.turns.items()}
-        # The first row with an anchor has written for all of them.
-        has_anchor = writing[name] > 0
-        written = max(writing.values()) if has_anchor else 0.0
         results.append(
             {
                 "row": name,
                 "parameters": reading.parameters,
                 "operations": operations[name],
-                "writing_processor_seconds": written,
+                "writing_processor_seconds": writing if reading.has_anchor else 0.0,
                 **kept,
             }
         )

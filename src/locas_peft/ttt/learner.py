@@ -1,14 +1,23 @@
 """The parameters that are trained and their optimizer: warm-up, decay, skipped steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["Learner", "OptimizerFactory"]
+__all__ = ["Learner", "OptimizerFactory", "total_norm"]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def total_norm(gradients: Iterable[Tensor | None]) -> Tensor:
+    """Return the norm of all gradients together, a float32 scalar on the device of one of them."""
+    norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return norm.float()
 
 
 class Learner:
@@ -80,8 +89,7 @@ class Learner:
 
         Where nothing waits for its value, the device is not waited for.
         """
-        gradients = [parameter.grad for parameter in self._held() if parameter.grad is not None]
-        return torch.isfinite(nn.utils.get_total_norm(gradients))
+        return torch.isfinite(total_norm(parameter.grad for parameter in self._held()))
 
     def end(self, step: bool, rate_factor: float = 1.0) -> None:
         """Take the step, if `step`, at `rate_factor` of its rate, and clear the gradients."""

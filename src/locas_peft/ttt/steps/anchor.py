@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...asking import continue_rows, draw
 from ...checks import check_whole
@@ -23,6 +22,7 @@ from ...model import CausalLM, compute_once, divergences
 from ...text import digest_ids
 from ...tuner import evaluating, reference_active
 from ...tuner.modules import AdapterLayers, base_parameters
+from ..learner import total_norm
 from . import Step
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _add_bounded(
         limit: how many times as long as the chunk's the pull's gradient is at most.
     """
     pulls = [parameter.grad for parameter in parameters]
-    longest = limit * _norm(learned)
-    length = _norm(pulls)
+    longest = limit * total_norm(learned)
+    length = total_norm(pulls)
     # The device is not waited for. A norm that is not finite stays so, and the step is not taken.
     factor = (longest / length.clamp(min=torch.finfo(length.dtype).tiny)).clamp(max=1.0)
     for parameter, pull, gradient in zip(parameters, pulls, learned, strict=True):
@@ -157,14 +157,6 @@ def _add_bounded(
         pull.mul_(factor.to(pull.device))
         if gradient is not None:
             pull.add_(gradient)
-
-
-def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the norm of all gradients together, a float32 scalar."""
-    norm = nn.utils.get_total_norm([each for each in gradients if each is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return norm.float()
 
 
 class _ReferenceLogits:
