@@ -22,6 +22,7 @@ BOOKS = ("3649", "36235")
 SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
 ANCHORED_LORA = f"{BEST_LORA}_anchor=0.3_anchor_every=4"
+ANCHORED_STUDY = "LoRA r=16, the study's lessons and anchor"
 ROWS = {
     "no memory": "none",
     "LoRA r=64": BEST_LORA,
@@ -193,6 +194,26 @@ def test_the_table_of_initialisations_has_the_figures_of_the_results(name, rate,
     assert statistics.stdev(perplexities) <= 0.06
 
 
+def find_range(runs: list[dict], figure: str, digits: int) -> str:
+    values = [run[figure] for run in runs]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("no memory", "none"), ("Locas r=64", "locas-glu"), ("LoRA r=64", "lora")],
+)
+def test_the_table_of_the_demo_has_the_ranges_of_its_runs(name, method):
+    runs = json.loads((FOLDER / "demo.json").read_text(encoding="utf-8"))
+    runs = [run for run in runs if run["method"] == method]
+    assert len({(run["threads"], run["dtype"], run["seed"]) for run in runs}) == 8
+    parameters, perplexity, change = list_cells(name, README, "| method | parameters |")
+    assert int(parameters.replace(",", "")) == runs[0]["extra_parameters"]
+    assert perplexity == find_range(runs, "perplexity", 2)
+    if method != "none":
+        assert change == find_range(runs, "own_answers_kl", 3)
+
+
 def list_studies(host: str) -> dict[str, list[str]]:
     """The cells of each row of a host's table of studies, by the row's name."""
     page = (FOLDER / "knowledge" / host / "full.md").read_text(encoding="utf-8")
@@ -218,6 +239,7 @@ def mean_writing(host: str) -> float:
         ("BM25's sentences in context", "BM25 + base"),
         ("Locas r=64, studied", "study"),
         ("LoRA r=16, the same lessons, no anchor", "LoRA r=16, the study's lessons"),
+        ("LoRA r=16, with the anchor", ANCHORED_STUDY),
     ],
 )
 def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
@@ -234,14 +256,41 @@ def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
         assert seconds == f"{float(cells[7]):.0f}, without writing"
 
 
+@pytest.mark.parametrize(
+    ("rate", "row"),
+    [
+        ("0.006", "study"),
+        ("0.0001", "lora_lora.learning_rate=0.0001"),
+        ("0.0003", "lora_lora.learning_rate=0.0003"),
+        ("0.001", "lora_lora.learning_rate=0.001"),
+        ("0.0015, its default", "lora"),
+    ],
+)
+def test_the_rates_of_a_study_by_lora_have_the_figures_of_the_results(rate, row):
+    folder = FOLDER / "knowledge" / "smollm2" / "full-choose" / "squad"
+    results = []
+    for file in folder.glob(f"*/{row}-seed0.json"):
+        results.append(json.loads(file.read_text(encoding="utf-8"))["figures"])
+    assert len(results) == 3
+    right = sum(one["right"] for one in results)
+    costs = [one["cost"] for one in results]
+    change = statistics.mean(statistics.mean(cost["own_answers_kl"]) for cost in costs)
+    rises = [cost["unread_perplexity"] / cost["unread_base_perplexity"] - 1 for cost in costs]
+    figures = f"| {rate} | {right} | {change:.3f} | {statistics.mean(rises):+.1%} |"
+    assert figures in RESULTS
+
+
 def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     choice = README.split("## When a memory is the right choice", 1)[1].split("\n## ")[0]
 
     def find_right(name: str) -> str:
         return list_cells(name, README, "| | right | F1, %")[0].split()[0]
 
-    # Each row has the same questions.
-    (count,) = {cells[-1] for cells in list_studies(HOST).values()}
+    studies = list_studies(HOST)
+    anchored = studies.pop(ANCHORED_STUDY)
+    assert f"the last row {anchored[-1]} questions" in README
+    # Each other row has the same questions.
+    (count,) = {cells[-1] for cells in studies.values()}
     assert f"{find_right('passage in context')}% of {count} questions right" in choice
     retrieval = find_right("BM25's sentences in context")
     assert f"BM25 and the base: {retrieval}% of {count}" in choice
@@ -272,7 +321,7 @@ def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
     lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons"][10])[0]
     interval = ", ".join(f"{float(end):.1f}" for end in ends)
     assert (
-        f"is {float(locas):.1f}% [{interval}] higher (LoRA, no anchor: {float(lora):.0f}%)"
+        f"is {float(locas):.1f}% [{interval}] higher (LoRA without the anchor: {float(lora):.0f}%)"
         in README
     )
 
