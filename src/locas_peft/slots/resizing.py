@@ -232,7 +232,7 @@ def _choose_new(
     if rows.slots is None or cloned is None or len(cloned) != rank - new:
         return torch.arange(rank - new, rank), None
     candidates = rows.slots.cpu()
-    chosen = (~torch.isin(candidates, torch.tensor(cloned))).nonzero()[:new, 0]
+    chosen = (~torch.isin(candidates, torch.tensor(cloned, device="cpu"))).nonzero()[:new, 0]
     return chosen, [*cloned, *candidates[chosen].tolist()]
 
 

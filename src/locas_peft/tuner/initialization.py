@@ -188,7 +188,7 @@ def clone_random(
 ) -> Rows:
     """Clone random slots, in turns if there are fewer than R."""
     order = torch.randperm(ffn.slots, generator=generator, device="cpu")
-    return clone_slots(ffn, order[torch.arange(r) % len(order)])
+    return clone_slots(ffn, order[torch.arange(r, device="cpu") % len(order)])
 
 
 def draw_gaussian(

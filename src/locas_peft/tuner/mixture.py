@@ -341,7 +341,7 @@ class HostMixture:
         weight = self.experts.down_proj
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randn(3, count, self.hidden_size, generator=generator, device="cpu")
-        lengths = torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)
+        lengths = torch.tensor([0.1, 0.3, 1.0], device="cpu").reshape(3, 1, 1)
         tokens = (tokens * lengths).to(weight.device, weight.dtype)
         with torch.no_grad(), evaluating(self.owner), self._recording() as record:
             output = self.owner(tokens)
