@@ -120,13 +120,13 @@ class LocasModel(BaseTuner):
         HostHooks(model)
 
     def _give_own_config(self, adapter_name: str) -> None:
-        """Copy the config: another memory, of this model or of another one, may have it too."""
+        """Copy a config that another memory has too: each memory needs a record of its own."""
         config = self.peft_config[adapter_name]
         others = [other for name, other in self.peft_config.items() if name != adapter_name]
-        own = copy.copy(config)
         if any(other is config for other in others):
-            own.set_record("slots", None)
-        self.peft_config[adapter_name] = own
+            config = copy.copy(config)
+            config.set_record("slots", None)
+            self.peft_config[adapter_name] = config
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         forbid_packing(self.model)
