@@ -1,38 +1,50 @@
 """Merging in inference mode, and tensors that are made under another default device."""
 
+import pytest
 import torch
-from peft import get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from families import make_host, make_model, make_tokens, same, snapshot
 
-from locas_peft import LocasConfig
 from locas_peft.tuner import find_ffns
 from locas_peft.tuner.initialization import clone_random
 
-
-def make_base() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+# FFNs of gated projections, of Conv1D, with gains, and a mixture of experts.
+KINDS = [("llama", {}), ("gpt2", {}), ("llama", {"gains": True}), ("mixtral", {})]
 
 
-def test_a_base_that_was_merged_in_inference_mode_can_be_trained():
-    model = get_peft_model(make_base(), LocasConfig(r=4))
-    ids = torch.randint(0, 50, (2, 8))
-    model(input_ids=ids, labels=ids).loss.backward()
+def has_inference_tensors(model) -> bool:
+    return any(weight.is_inference() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "fields"), KINDS)
+def test_a_base_that_was_merged_in_inference_mode_can_be_trained(family, fields):
+    model = make_model(family, **fields)
+    before = snapshot(model)
+    ids = make_tokens()
     with torch.inference_mode():
         model.merge_adapter()
         model(input_ids=ids)
         model.unmerge_adapter()
-    assert not any(weight.is_inference() for weight in model.parameters())
-    model.zero_grad()
+    assert not has_inference_tensors(model)
+    assert same(model, before)
     model(input_ids=ids, labels=ids).loss.backward()
     gradients = [weight.grad for name, weight in model.named_parameters() if "locas_down" in name]
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
 
 
+@pytest.mark.parametrize(("family", "fields"), KINDS)
+def test_a_base_that_keeps_a_memory_from_inference_mode_can_be_trained(family, fields):
+    model = make_model(family, **fields)
+    with torch.inference_mode():
+        merged = model.merge_and_unload()
+    assert not has_inference_tensors(merged)
+    ids = make_tokens()
+    merged.requires_grad_(True)
+    merged(input_ids=ids, labels=ids).loss.backward()
+    assert any(weight.grad is not None for weight in merged.parameters())
+
+
 def test_random_clones_do_not_follow_the_default_device():
-    ffn = next(iter(find_ffns(make_base()).values()))
+    ffn = next(iter(find_ffns(make_host("llama")).values()))
     with torch.device("meta"):
         rows = clone_random(ffn, None, 4, torch.Generator("cpu").manual_seed(0))
     assert not rows.up.is_meta

@@ -230,7 +230,7 @@ def _choose_new(
     """
     # A file may record other slots than its rows.
     if rows.slots is None or cloned is None or len(cloned) != rank - new:
-        return torch.arange(rank - new, rank), None
+        return torch.arange(rank - new, rank, device="cpu"), None
     candidates = rows.slots.cpu()
     chosen = (~torch.isin(candidates, torch.tensor(cloned, device="cpu"))).nonzero()[:new, 0]
     return chosen, [*cloned, *candidates[chosen].tolist()]

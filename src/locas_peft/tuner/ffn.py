@@ -595,9 +595,6 @@ def forbid_packing(model: nn.Module) -> None:
         module.support_avx512bf16_for_cpu = False
 
 
-# A base that is merged in inference mode can be trained afterwards.
-@torch.inference_mode(False)
-@torch.no_grad()
 def _splice(module: nn.Module, dim: int, start: int, stop: int, new: Tensor | None = None) -> None:
     """Replace the entries [start, stop) of a weight `[out, in]` along a dimension.
 

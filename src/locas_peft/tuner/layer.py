@@ -725,6 +725,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         k = self.locas_input_scale[adapter_name]
         return scale_neurons(self.weights(adapter_name), k, self.scale(adapter_name))
 
+    # A base that is merged within inference mode can be trained afterwards.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Append memories to the host's FFN as R neurons each, and multiply by their gains.
@@ -794,6 +796,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if adapter:
             raise ValueError(f"cannot merge into {self.name}: {adapter}.")
 
+    @torch.inference_mode(False)
     def unmerge(self) -> None:
         """Remove all merged memories from the host's FFN, which is then as before, bit for bit."""
         if self.merged_adapters:

@@ -79,6 +79,7 @@ def widened_config(
     return config
 
 
+@torch.inference_mode(False)
 def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfig | None) -> None:
     """Pad FFNs to their new widths, and write the widths into the model's own config object.
 
