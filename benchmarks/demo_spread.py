@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from measuring import describe_machine
 
+from locas_command.demo import READ_TOKENS
 from locas_peft import demo
 from locas_peft.bases import load_base
 from locas_peft.files import write_json
 from locas_peft.progress import silent
-from locas_peft.stages import ReadSettings, choose_memory, complete_all
+from locas_peft.stages import ReadSettings
 
 THREADS = (1, 2)
 DTYPES = ("bfloat16", "float32")
@@ -30,8 +31,7 @@ KEPT = ("method", "perplexity", "own_answers_kl", "seconds", "extra_parameters")
 def read_once(model: str, dtype: str, seed: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of each method, read as by `locas demo`."""
     base, tokenizer = load_base(model, dtype, device="cpu")
-    settings = ReadSettings(seed=seed, max_tokens=tokens, window=512, context="cache")
-    methods = complete_all(settings, ("none", choose_memory(base), "lora"), base)
+    methods = demo.list_methods(base, ReadSettings(seed=seed, max_tokens=tokens))
     with TemporaryDirectory() as out:
         for reading in demo.read_pages(base, tokenizer, methods, Path(out), silent):
             figures = reading.to_json()
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=demo.CHAT_MODEL)
-    parser.add_argument("--max-tokens", type=int, default=4_096)
+    parser.add_argument("--max-tokens", type=int, default=READ_TOKENS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo.json"))
     arguments = parser.parse_args(argv)
     rows = []

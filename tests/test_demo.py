@@ -10,7 +10,6 @@ from locas_peft.bases.gguf import is_installed
 from locas_peft.demo.pages import find_sentence
 from locas_peft.demo.studying import ASKED, SENTENCES
 from locas_peft.progress import silent
-from locas_peft.stages import complete_all
 from locas_peft.text import split_sentences
 from locas_settings import ReadSettings
 
@@ -52,8 +51,7 @@ def test_perplexities_hardly_depend_on_threads_and_dtype(tmp_path):
         for count, dtype in ((1, "bfloat16"), (2, "float32")):
             torch.set_num_threads(count)
             base, tokenizer = load_base("smollm2", dtype, device="cpu")
-            settings = ReadSettings(max_tokens=4_096, window=512, context="cache")
-            methods = complete_all(settings, ("none", "locas-glu", "lora"), base)
+            methods = demo.list_methods(base, ReadSettings(max_tokens=4_096))
             out = tmp_path / dtype
             readings = demo.read_pages(base, tokenizer, methods, out, silent)
             perplexities.append([reading.record.perplexity for reading in readings])

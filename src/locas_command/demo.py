@@ -110,14 +110,9 @@ def _read_pages(
 ) -> list[dict[str, Any]]:
     """Let a model read the pages by each method; print the table, and return its rows."""
     from locas_peft import demo as page
-    from locas_peft.model import count_positions
-    from locas_peft.stages import choose_memory, complete_all
     from locas_peft.tables import Sheet, format_figure
 
-    window = min(512, count_positions(base.model) or 512)
-    settings = replace(settings, model=base.name, window=window, context="cache")
-    names = ("none", choose_memory(base.model), "lora")
-    methods = complete_all(settings, names, base.model)
+    methods = page.list_methods(base.model, replace(settings, model=base.name))
     stderr.print(f"{base.name} reads short pages about things that do not exist.")
     stderr.print("Each chunk is scored before it is learned. A lower perplexity is better.")
     rows = []

@@ -7,7 +7,7 @@ from .. import backbone
 from ..bases.gguf import PACKAGES, is_installed
 from .comparison import Comparison
 from .pages import COMPARED, PAGE, PAGES, join_pages, load_page, load_page_questions
-from .reading import PagesRead, read_pages
+from .reading import PagesRead, list_methods, read_pages
 from .studying import ASKED, Asked, PageStudied, study_page
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "PagesRead",
     "choose_model",
     "join_pages",
+    "list_methods",
     "load_page",
     "load_page_questions",
     "read_pages",

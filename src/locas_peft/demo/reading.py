@@ -1,7 +1,7 @@
 """The demo's first part: a model reads the same pages with each method."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,15 @@ from transformers import PreTrainedModel
 
 from ..evaluation.drift import measure_drift, write_own_answers
 from ..memories.loading import memory_attached
+from ..model import count_positions
 from ..progress import Progress, follow_steps
-from ..stages import Place, ReadRecord, ReadSettings, read
+from ..stages import Place, ReadRecord, ReadSettings, choose_memory, complete_all, read
 from ..text import tokenize
 from .pages import join_pages
 
-__all__ = ["PagesRead", "read_pages"]
+__all__ = ["PagesRead", "list_methods", "read_pages"]
+
+WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class PagesRead:
     def to_json(self) -> dict[str, Any]:
         """Return the row of `demo.json`."""
         return {**self.record.to_json(), "own_answers_kl": self.change_nats}
+
+
+def list_methods(base: PreTrainedModel, settings: ReadSettings) -> dict[str, ReadSettings]:
+    """Return the complete settings of the demo's methods, by name: none, a memory, and LoRA.
+
+    Args:
+        base: a causal LM without adapters.
+        settings: what the user chose; the window and the context are the demo's.
+    """
+    window = min(WINDOW, count_positions(base) or WINDOW)
+    settings = replace(settings, window=window, context="cache")
+    return complete_all(settings, ("none", choose_memory(base), "lora"), base)
 
 
 def read_pages(
