@@ -615,6 +615,29 @@ def test_a_memory_is_resized_and_goes_on(run, memory, tmp_path):
     assert found == [(20, 16), (20, None)]
 
 
+def test_a_memory_goes_on_by_the_rule_that_has_made_it(run, tmp_path):
+    options = ("--model", "locas_peft/tinybook-mlp", "--max-tokens", "200", "--window", "128")
+    made = ("--method", "locas-mlp", "--init", "write", "--update", "ridge", "--r", "8")
+    printed(run, "read text.txt --out map", *options, *made)
+    weights = tmp_path / "map" / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    rule = "update must be 'ridge', which wrote the memory 'map' to go on with, got "
+    assert refused(run, "read text.txt --from map --update bp", *options).startswith(f"{rule}'bp'")
+    assert refused(run, "study text.txt --from map", *options[:2]).startswith(f"{rule}a study")
+    assert weights.read_bytes() == before
+    printed(run, "read text.txt --from map", *options)
+    assert [stage["update"] for stage in read_stages(tmp_path / "map")] == ["ridge"] * 2
+
+    paper = ("--method", "locas-mlp", "--preset", "paper", "--r", "8")
+    printed(run, "read text.txt --out paper", *options, *paper)
+    printed(run, "read text.txt --from paper --out further", *options)
+    stages = read_stages(tmp_path / "further")
+    assert [stage["preset"] for stage in stages] == ["paper"] * 2
+    assert stages[1]["learning_rate"] == stages[0]["learning_rate"] == 5e-4
+    printed(run, "read text.txt --from paper --preset tuned", *options)
+    assert read_stages(tmp_path / "paper")[1]["preset"] == "tuned"
+
+
 def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_path):
     stdout = quiet(run, "export --out served --neurons 20", memory)
     assert "20 neurons wider" in stdout and "LoRA adapter of rank 16" in stdout

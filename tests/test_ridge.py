@@ -11,7 +11,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from training import assert_same, resume, save, sgd, weights_of, without_time
 
-from locas_peft import LocasConfig, RidgeWriter, SlotWriter, TestTimeTrainer, ValueWriter, backbone
+from locas_peft import (
+    LocasConfig,
+    RidgeWriter,
+    SlotWriter,
+    TestTimeTrainer,
+    ValueWriter,
+    backbone,
+    compress,
+)
 from locas_peft.slots.ridge import SHARPNESS
 from locas_peft.text import tokenize, unwrap
 from locas_peft.tuner import list_layers
@@ -99,6 +107,18 @@ def test_a_cut_map_keeps_the_leading_terms_in_the_inputs_metric():
         singular = torch.linalg.svdvals(root @ full.double())
         error = torch.linalg.matrix_norm(root @ (full - few).double())
         assert error <= 1.1 * singular[4:].square().sum().sqrt()  # R = 5 slots are 4 terms
+
+
+def test_a_map_is_reduced_on_a_text_alone():
+    model, _, _ = read_with_map("gpt_neox", r=12)
+    before = logits(model, IDS[None])
+    with pytest.raises(ValueError, match="^the memory 'default' holds a map that RidgeWriter "):
+        compress(model, 11)
+    assert torch.equal(logits(model, IDS[None]), before)
+    with model.disable_adapter():
+        learned = (before - logits(model, IDS[None])).norm()
+    compress(model, 11, batches=[IDS[None]])
+    assert (logits(model, IDS[None]) - before).norm() < 0.1 * learned
 
 
 def test_another_activation_and_other_slots_are_refused():

@@ -1,6 +1,7 @@
 """`locas read` and `locas study`: make a memory of a text, or one of each text of a table."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -9,6 +10,7 @@ from cyclopts import Parameter
 
 from locas_settings import ReadSettings, StageSettings
 from locas_settings.adapter import SHAPE, GivenName
+from locas_settings.reading import LEARNED_BY
 
 from . import options
 from .console import open_consoles, write_result
@@ -204,26 +206,39 @@ def _choose_place(text: str, job: _Job) -> tuple[_Job, Any]:
 
 
 def _keep_shape(job: _Job) -> _Job:
-    """Return the job with the shape and the base of the memory that it goes on with."""
+    """Return the job with the shape and the base of the memory that it goes on with.
+
+    A reading keeps the preset and the rule of the memory's last reading too.
+    """
     if job.place.start is None:
         return job
-    from locas_peft.stages import check_shape, load_records
+    from locas_peft.stages import check_continuation, load_records
 
-    former = load_records(job.place.start)[-1].settings
-    default = type(job.settings)()
-    fields: dict[str, Any] = {}
-    for name in SHAPE:
-        value = getattr(job.settings, name)
-        # The default method may be given too.
-        if value == getattr(default, name) and not isinstance(value, GivenName):
-            fields[name] = getattr(former, name)
+    records = load_records(job.place.start)
+    former = records[-1].settings
+    fields = _list_kept(job.settings, former, SHAPE)
+    readings = [record.settings for record in records if record.kind == "read"]
+    if job.is_reading and readings:
+        fields |= _list_kept(job.settings, readings[-1], LEARNED_BY)
     method = fields.get("method", job.settings.method)
     if method != former.method:
         fields = {}
     settings = replace(job.settings, **fields)
-    check_shape(settings, former, job.place.start)
+    check_continuation(settings, records, job.place.start)
     base = replace(job.base, model=job.base.model or former.model)
     return replace(job, settings=settings, base=base)
+
+
+def _list_kept(settings: Any, former: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the values of former settings that the command line did not give."""
+    default = type(settings)()
+    kept = {}
+    for name in names:
+        value = getattr(settings, name)
+        # The default method may be given too.
+        if value == getattr(default, name) and not isinstance(value, GivenName):
+            kept[name] = getattr(former, name)
+    return kept
 
 
 def _take_steps(

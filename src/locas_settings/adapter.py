@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from .checks import check_choice, check_flag, check_number, check_whole, invalid
 
-__all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings", "GivenName"]
+__all__ = ["LARGEST", "METHODS", "SHAPE", "AdapterSettings", "GivenName", "parse_name"]
 
 METHODS = ("none", "lora", "locas-glu", "locas-mlp")
 LARGEST = 2**48
@@ -36,7 +36,8 @@ class GivenName(str):
 Check = Callable[[str, Any], None]
 
 
-def _parse_method(type_: Any, tokens: Sequence) -> str:
+def parse_name(type_: Any, tokens: Sequence) -> str:
+    """Return the value of an option as a `GivenName`."""
     return GivenName(tokens[0].value)
 
 
@@ -74,7 +75,7 @@ class AdapterSettings:
     method: Annotated[
         str,
         Parameter(
-            converter=_parse_method,
+            converter=parse_name,
             help="none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).",
         ),
     ] = "locas-glu"

@@ -6,14 +6,16 @@ from typing import Annotated, ClassVar
 
 from cyclopts import Parameter
 
-from .adapter import AdapterSettings, Check
+from .adapter import AdapterSettings, Check, parse_name
 from .checks import check_choice, check_number, check_whole, invalid
 
-__all__ = ["CONTEXTS", "PRESETS", "UPDATES", "ReadSettings"]
+__all__ = ["CONTEXTS", "LEARNED_BY", "PRESETS", "UPDATES", "ReadSettings"]
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd", "ridge")
 CONTEXTS = ("recompute", "cache")
+LEARNED_BY = ("preset", "update")
+"""The settings that a reading keeps from the memory's last reading when it goes on with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,11 @@ class ReadSettings(AdapterSettings):
     """How a text is read: each chunk is scored first and learned second."""
 
     preset: Annotated[
-        str, Parameter(help="where the values that are not given come from: tuned or paper.")
+        str,
+        Parameter(
+            converter=parse_name,
+            help="where the values that are not given come from: tuned or paper.",
+        ),
     ] = "tuned"
     update: Annotated[
         str | None,

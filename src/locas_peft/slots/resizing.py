@@ -27,6 +27,7 @@ from ..tuner.initialization import STRATEGIES, Rows, Statistics, make_generator
 from ..tuner.layer import LocasLayer
 from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
+from .ridge import holds_map
 
 __all__ = ["compress", "grow", "refit_slots"]
 
@@ -63,6 +64,7 @@ def compress(
         )
     # All layers are reduced before the first is changed: a failure leaves the memory unchanged.
     if batches is None:
+        _check_no_map(name, layers)
         reduced = [_reduce_layer(layer, name, rank) for layer in layers]
     else:
         grams = _measure_slots(model, name, layers, batches)
@@ -325,6 +327,16 @@ def _check_growth(name: str, layers: list[LocasLayer], rank: int, batches: Batch
     if batches is None and strategy.needs_calibration:
         rule = f"batches must be given for init_weights={strategy_name!r}"
         raise ValueError(f"{rule}: give a text.")
+
+
+def _check_no_map(name: str, layers: list[LocasLayer]) -> None:
+    """Raise a `ValueError` for a map of `RidgeWriter`.
+
+    Its terms cancel a constant between them, which the probes of NL-SVD do not keep.
+    """
+    if any(holds_map(layer.locas_down[name].weight) for layer in layers):
+        rule = f"the memory '{name}' holds a map that RidgeWriter wrote, which NL-SVD does not keep"
+        raise ValueError(f"{rule}: give batches of a text to fit.")
 
 
 def _check_tokens(strategy_name: str, statistics: list[Statistics], rank: int) -> None:

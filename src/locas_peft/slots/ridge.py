@@ -35,7 +35,7 @@ from .recording import Moves, Writer, all_finite
 if TYPE_CHECKING:
     from ..ttt import TestTimeTrainer
 
-__all__ = ["RidgeWriter", "ValueWriter"]
+__all__ = ["RidgeWriter", "ValueWriter", "holds_map"]
 
 SHIFT = 5.0
 """Above it, fewer terms fall off (0.1% on text of one kind); below it, bfloat16 loses less."""
@@ -244,11 +244,7 @@ class RidgeWriter(Regression):
         return torch.stack(maps)
 
     def _check_slots(self, layer: LocasLayer, down: Tensor) -> None:
-        values = down[:, : self._terms].float()
-        last = down[:, self._terms].float()
-        # What is left of the constant is more than rounding where another rule wrote the slots.
-        constant = last + SHIFT * values.sum(dim=1)
-        if constant.norm() > 0.01 * SHIFT * values.norm():
+        if down.any() and not holds_map(down):
             rule = f"the memory {self.adapter_name!r} must be empty or written by RidgeWriter"
             raise ValueError(f"{rule}, got other slots in {layer.name}: give a fresh one")
 
@@ -338,6 +334,15 @@ class ValueWriter(Regression):
         for (layer, _, down), value in zip(self._weights(), values, strict=True):
             down.copy_(value.T.to(down.device) / layer.saved_scale(self.adapter_name))
             self._clip_values(layer, down)
+
+
+def holds_map(down: Tensor) -> bool:
+    """Return whether the values of a layer `[D, R]` are those of a map that `RidgeWriter` wrote."""
+    terms = min(down.shape[1] - 1, down.shape[0])
+    values = down[:, :terms].float()
+    # What is left of the constant is more than rounding where another rule wrote the slots.
+    constant = down[:, terms].float() + SHIFT * values.sum(dim=1)
+    return bool(values.any() and constant.norm() <= 0.01 * SHIFT * values.norm())
 
 
 def _find_scale(norms: Tensor, radius: float) -> Tensor:

@@ -643,24 +643,43 @@ def _load_former(setup: _Setup) -> list[Record]:
     if setup.start is None:
         return []
     records = load_records(setup.start)
-    check_shape(setup.settings, records[-1].settings, setup.start)
+    check_continuation(setup.settings, records, setup.start)
     return records
 
 
-def check_shape(settings: AdapterSettings, former: AdapterSettings, start: str | Path) -> None:
-    """Raise a `ValueError` unless settings have the shape of a memory to go on with.
+def check_continuation(
+    settings: AdapterSettings, records: Sequence[Record], start: str | Path
+) -> None:
+    """Raise a `ValueError` unless a stage can go on with a memory.
+
+    The settings must have its shape. A linear map that was written in closed form can only be
+    written further so: an optimizer would move all of its slots at once.
 
     Args:
         settings: of the stage.
-        former: of the last stage that made the memory.
+        records: of the stages that made the memory, the last one last.
         start: the memory's folder.
     """
     wanted = {name: getattr(settings, name) for name in SHAPE}
-    had = {name: getattr(former, name) for name in SHAPE}
+    had = {name: getattr(records[-1].settings, name) for name in SHAPE}
     where = f"the memory {str(start)!r} to go on with"
     difference = describe_difference(wanted, had, where, "leave it out")
     if difference is not None:
         raise ValueError(difference)
+    if _writes_map(settings) or not any(_writes_map(record.settings) for record in records):
+        return
+    rule = f"update must be 'ridge', which wrote {where}"
+    if isinstance(settings, ReadSettings):
+        got = f"got {settings.update!r}: give it, or start a fresh memory"
+    else:
+        got = "got a study: read further with it, or study into a fresh memory"
+    raise ValueError(f"{rule}, {got}")
+
+
+def _writes_map(settings: AdapterSettings) -> bool:
+    """Return whether a stage writes a linear map into a memory's slots (see `RidgeWriter`)."""
+    is_ridge = isinstance(settings, ReadSettings) and settings.update == "ridge"
+    return is_ridge and settings.init == "write"
 
 
 def _load_earlier(start: str | Path | None) -> list[Exchange]:
