@@ -363,3 +363,11 @@ def test_a_memory_that_is_only_written_has_no_anchor():
     settings = SETTINGS | {"learning_rate": None}
     with pytest.raises(ValueError, match="^steps must not have an Anchor for a memory that is wr"):
         TestTimeTrainer(model, **settings, steps=[SlotWriter(model), make_anchor()])
+
+
+def test_a_base_that_is_trained_is_not_pulled_to_itself():
+    host = make_host("llama")
+    options = {"parameters": list(host.parameters()), **SETTINGS}
+    with pytest.raises(ValueError, match="^steps must not have an Anchor where the base itself is"):
+        TestTimeTrainer(host, **options, steps=[make_anchor()])
+    TestTimeTrainer(host, **options)

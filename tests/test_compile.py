@@ -8,6 +8,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from torch import _dynamo as dynamo
 
+from locas_peft import LocasConfig
 from locas_peft.tuner import list_layers
 
 # As the embedded backbone.
@@ -43,6 +44,29 @@ def test_the_forward_of_a_layer_has_no_graph_break(memories):
     assert count_breaks(layer, hidden) == (0, [])
     dynamo.reset()
     assert count_breaks(layer.eval(), hidden) == (0, [])
+
+
+@pytest.mark.parametrize("family", [FAMILY, "opt"])
+def test_a_compiled_model_takes_the_memories_of_each_batch(family, fresh_graphs):
+    model = make_model(family).eval()
+    model.add_adapter("other", LocasConfig(r=4, init_weights="random"))
+    teach(model, "other", seed=1)
+    compiled = torch.compile(model, backend="eager")
+    for names in (["default", "other", "__base__"], ["other", "__base__", "default"], None):
+        rows = {"input_ids": make_tokens(3), "adapter_names": names}
+        with torch.no_grad():
+            expected = model(**rows).logits
+            torch.testing.assert_close(compiled(**rows).logits, expected)
+
+
+@pytest.mark.parametrize("family", [FAMILY, "gpt_neox"])
+def test_an_exported_graph_is_the_model_with_its_memory(family):
+    model = make_model(family).eval()
+    options = {"input_ids": IDS, "use_cache": False, "return_dict": False}
+    with torch.enable_grad():
+        exported = torch.export.export(model, (), options, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(exported.module()(**options)[0], model(**options)[0])
 
 
 def test_a_flat_ffn_is_compiled_in_whole_and_in_parts(fresh_graphs):

@@ -255,6 +255,21 @@ def test_several_batches_are_one_mean():
     assert torch.equal(weights_of(make_calibrated()), weights_of(parts))
 
 
+def test_one_batch_may_stand_alone_and_another_shape_is_refused():
+    for batch in (make_tokens(), {"input_ids": make_tokens()}):
+        model = make_model()
+        calibrate(model, batch)
+        assert torch.equal(weights_of(make_calibrated()), weights_of(model))
+    message = r"^each batch must have input_ids \[B, T\], got {}: give ids\[None\] for one text\.$"
+    for batches, got in (
+        (make_tokens()[0], r"\[\]"),
+        ([make_tokens()[0]], r"\[\d+\]"),
+        (["a text"], "str"),
+    ):
+        with pytest.raises(ValueError, match=message.format(got)):
+            calibrate(make_model(), batches)
+
+
 def test_calibration_costs_one_forward_without_the_head():
     model = make_model()
     host = model.get_base_model()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import transformers as tf
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload
 from families import (
     VOCABULARY,
     logits,
@@ -741,6 +741,21 @@ def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged(family):
     assert torch.equal(*map(logits, models))
     with pytest.raises(ValueError, match="is offloaded or on the meta device"):
         models[1].merge_adapter()
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_memory_that_is_offloaded_is_used_as_before(family, offload, tmp_path):
+    model = make_model(family, gains=True).eval()
+    for layer in list_layers(model):
+        layer.locas_gain["default"].weight.data.uniform_(-0.1, 0.1)
+    expected = logits(model)
+    place = {"offload_dir": tmp_path} if offload is disk_offload else {}
+    options = {"execution_device": torch.device("cpu"), "offload_buffers": True, **place}
+    with torch.no_grad():
+        offload(model, **options)
+    assert all(weight.is_meta for weight in list_layers(model)[0].parameters_of("default"))
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])

@@ -19,6 +19,7 @@ from ..tuner.attached import find_memory
 from ..tuner.calibration import (
     Batches,
     check_none_merged,
+    each_batch,
     find_token_mask,
     observe_host,
     to_inputs,
@@ -264,7 +265,7 @@ def _measure_slots(
 
     counters = [make_counter(index) for index in range(len(layers))]
     with evaluating(model), _recording(layers, counters):
-        for batch in batches:
+        for batch in each_batch(batches):
             inputs = to_inputs(model, batch)
             model(**inputs)
     if len(grams) < len(layers):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .attached import find_memories, list_layers
+from .errors import invalid
 from .ffn import SumActivity
 from .initialization import Calibration, Observer, Statistics
 from .layer import LocasLayer
 from .modules import evaluating, unwrap
 
 DECODER_MASK = "decoder_attention_mask"
-Batches = Iterable[Tensor | Mapping[str, Tensor]]
+Batch: TypeAlias = Tensor | Mapping[str, Tensor]
+Batches: TypeAlias = Batch | Iterable[Batch]
 
 
 @torch.no_grad()
@@ -34,8 +37,8 @@ def calibrate(
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns
             it; mutated.
         batches: `LongTensor [B, T]`, or mappings with `input_ids` and, if padded, `attention_mask`,
-            both `[B, T]`. Models with an encoder and a decoder also need `labels`, or
-            `decoder_input_ids` and, if padded, `decoder_attention_mask`.
+            both `[B, T]`; or one of these alone. Models with an encoder and a decoder also need
+            `labels`, or `decoder_input_ids` and, if padded, `decoder_attention_mask`.
         adapter_name: the memory; `None` for the active ones.
         across_processes: under torch.distributed, whether the text is that of all processes
             together, which train one memory; else each process has a memory of its own.
@@ -54,7 +57,7 @@ def calibrate(
             _check_calibratable(layer, name)
     if len(memories) > 1:
         # A generator gives its batches once.
-        batches = list(batches)
+        batches = list(each_batch(batches))
     for name, layers in memories.items():
         # All rows are computed before a layer is changed: a failure leaves every layer unchanged.
         statistics = observe_host(model, batches, name, layers, across_processes=across_processes)
@@ -126,7 +129,7 @@ def observe_host(
         # are. In the memory's own layers the host's FFN runs alone.
         others = [layer for layer in list_layers(model) if layer not in layers]
         with evaluating(backbone), _switched_off(others):
-            for batch in batches:
+            for batch in each_batch(batches):
                 inputs = to_inputs(model, batch)
                 backbone(**inputs, use_cache=False)
         return [calibration.finish() for calibration in calibrations]
@@ -167,15 +170,30 @@ def _has_two_texts(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
-def to_inputs(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+def each_batch(batches: Batches) -> Iterator[Batch]:
+    """Yield the batches of a text, which may be one batch alone."""
+    if isinstance(batches, Mapping) or (isinstance(batches, Tensor) and batches.dim() == 2):
+        yield batches
+    else:
+        yield from batches
+
+
+def to_inputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Return a batch as the model's arguments, on the device of its embeddings.
 
     Args:
         model: the model.
         batch: `LongTensor [B, T]`, or a mapping. `input_ids` and `attention_mask` are kept, and
             the decoder's entries and the labels where the model has an encoder and a decoder.
+
+    Raises:
+        ValueError: for a batch of another shape.
     """
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise invalid("each batch", "have input_ids [B, T]", got, "give ids[None] for one text")
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         # Offloaded: accelerate moves the inputs.

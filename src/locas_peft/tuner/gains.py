@@ -48,7 +48,7 @@ def multiply(activations: Tensor, factors: Tensor) -> Tensor:
 
     Args:
         activations: M, `[B, T, F]`, or `[B * T, F]` of a flat FFN.
-        factors: c, `[F]`, or `[B, F]` where the rows of a batch have different ones.
+        factors: c, `[F]`, or `[N, F]` where each B / N rows of a batch have others.
     """
     if factors.dim() == 1:
         return (activations * factors).to(activations.dtype)

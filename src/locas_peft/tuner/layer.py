@@ -39,9 +39,9 @@ from .initialization import (
     make_generator,
 )
 from .memory_file import make_calibrated_flag
-from .mixed_batch import add_by_row, check_adapter_names
+from .mixed_batch import add_by_row, check_row_names
 from .mixture import HostMixture
-from .modules import evaluating, unwrap
+from .modules import evaluating, load_offloaded, unwrap
 from .norm_clip import COLUMNS, ROWS, NormClip, clip_traced_, exceeds
 from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
@@ -109,6 +109,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.observer: Observer | None = None
         # Of the current forward, [B, T], nonzero where a token is no padding.
         self.token_mask: Tensor | None = None
+        # In a mixed batch, the memory of each row, or "__base__"; else None.
+        self.row_names: list[str] | None = None
         # While set, called with A and the layer's output in each forward with gradients.
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
         # While set, called with an active memory's name and M in each forward.
@@ -235,7 +237,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @property
     def _gains(self) -> dict[str, Tensor]:
         """g `[F]` of each memory that has gains."""
-        return {name: gain.weight for name, gain in self.locas_gain.items()}
+        return {name: load_offloaded(gain) for name, gain in self.locas_gain.items()}
 
     def _strategy(self, adapter_name: str) -> Strategy:
         return STRATEGIES[self.locas_config[adapter_name].strategy]
@@ -284,8 +286,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         )
 
     def _calibrates_itself(self, adapter_name: str) -> bool:
-        """Return whether a forward with gradients calibrates a memory: it waits and is trained."""
-        if not self.needs_calibration(adapter_name):
+        """Return whether a forward with gradients calibrates a memory: it waits and is trained.
+
+        An exported graph reads no values, and changes none.
+        """
+        if torch.compiler.is_exporting() or not self.needs_calibration(adapter_name):
             return False
         return any(each.requires_grad for each in self.parameters_of(adapter_name))
 
@@ -462,7 +467,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def clip_before_use(self, adapter_name: str) -> None:
         """Clip a memory before a forward, unless its weights cannot have changed since the last."""
         max_norm = self.locas_config[adapter_name].max_slot_norm
-        if max_norm is None:
+        if max_norm is None or torch.compiler.is_exporting():
             return
         weights = self.weights(adapter_name)
         if torch.compiler.is_compiling():
@@ -520,23 +525,20 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
         Args:
             hidden_states: the wrapped module's input: A `[B, T, D]`, or M `[..., F]` of a flat FFN.
-            args: the wrapped module's other arguments.
-            kwargs: also `adapter_names`, one memory's name or "__base__" for each row of the batch.
+            args, kwargs: the wrapped module's other arguments.
 
         Returns:
             `[B, T, D]`, or `[..., D]` of a flat FFN.
         """
-        adapter_names = kwargs.pop("adapter_names", None)
         ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
         if self.observer is not None:
             return self._observe([self.observer], ffn_input, hidden_states, *args, **kwargs)
-        memories = self._choose_memories(adapter_names, ffn_input)
+        row_names = self.row_names
+        memories = self._choose_memories(row_names, ffn_input)
         if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
-        # The names of the rows of a mixed batch.
-        row_names = None
-        if adapter_names is not None and len(set(adapter_names)) > 1:
-            row_names = adapter_names
+        if row_names is not None and len(set(row_names)) == 1:
+            row_names = None
         result = self._run_host(memories, row_names, ffn_input, hidden_states, *args, **kwargs)
         if not self._is_sharded:
             for name in memories:
@@ -575,7 +577,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _find_factors(self, memories: list[str], row_names: list[str] | None) -> Tensor | None:
         """Return the factors on the host's neurons, float32; None where no memory has gains.
 
-        They are `[F]`, or `[B, F]` with the name of a memory for each row of the batch.
+        They are `[F]`, or `[N, F]` for the N names of a mixed batch.
         """
         if not any(name in self.locas_gain for name in memories):
             return None
@@ -599,16 +601,16 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         scale = partial(multiply, factors=factors)
         return self._dense.run_scaled(scale, hidden_states, *args, **kwargs)
 
-    def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
+    def _choose_memories(self, row_names: list[str] | None, ffn_input: Tensor) -> list[str]:
         """Return the memories that take part in a forward, each once."""
         self._check_replica()
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
             return []
-        if adapter_names is not None:
-            check_adapter_names(self, adapter_names, ffn_input)
-            return self._select_memories(dict.fromkeys(adapter_names))
+        if row_names is not None:
+            check_row_names(self, row_names, ffn_input)
+            return self._select_memories(dict.fromkeys(row_names))
         active = self._select_memories(self.active_adapters)
         # Those that are merged are in the host's FFN.
         return [name for name in active if name not in self.merged_adapters]
@@ -631,7 +633,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if self.slot_recorder is not None:
             self.slot_recorder(adapter_name, activations)
         scaled = self._scale_slots([adapter_name], activations)
-        down = self.locas_down[adapter_name].weight
+        down = load_offloaded(self.locas_down[adapter_name])
         if scaled.dtype != result.dtype:
             return result + _multiply(scaled, down).to(result.dtype)
         # One kernel for the product and the sum.
@@ -649,7 +651,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """
         dtype = self.locas_up[adapter_names[0]].weight.dtype
         ffn_input = self._cast_input_dtype(ffn_input, dtype)
-        k = [self.locas_input_scale[name] for name in adapter_names]
+        k = [load_offloaded(self.locas_input_scale, name) for name in adapter_names]
         rows = self._stack_weights(self.locas_up, adapter_names)
         if not self.ffn.gated:
             return self.ffn.act(_scale(_multiply(ffn_input, rows), k))
@@ -663,8 +665,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _stack_weights(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Tensor:
         """Return a memory's weight `[out, in]`, or those of several, `[N, out, in]`."""
         if len(adapter_names) == 1:
-            return modules[adapter_names[0]].weight
-        return torch.stack([modules[name].weight for name in adapter_names])
+            return load_offloaded(modules[adapter_names[0]])
+        return torch.stack([load_offloaded(modules[name]) for name in adapter_names])
 
     def scale(self, adapter_name: str) -> Tensor:
         """Return the factor on a memory's output, float32: `saved_scale` times the multiplier."""
@@ -674,7 +676,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def saved_scale(self, adapter_name: str) -> Tensor:
         """Return tau times the config's `scaling`, a float32 scalar."""
-        tau = self.locas_tau[adapter_name]
+        tau = load_offloaded(self.locas_tau, adapter_name)
         scaling = self.locas_config[adapter_name].scaling
         # On a GPU a product with 1 takes as long as any other kernel.
         return tau if scaling == 1.0 else tau * scaling

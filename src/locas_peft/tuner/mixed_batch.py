@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ _ROWS = ("decoder_inputs_embeds", "decoder_input_ids", "inputs_embeds", "input_i
 
 
 class RowNames:
-    """The names of the memories of a batch's rows, as pre-hooks that pass them to the layers.
+    """The names of the memories of a batch's rows.
 
     `generate` repeats each row: for beams, for several returned sequences, or as its generation
     config says. The rows of each forward of the host show how often. An encoder sees each row once.
@@ -42,7 +44,21 @@ class RowNames:
             raise _wrong_length(len(self._names), len(inputs))
         self._may_repeat = True
 
-    def count(self, host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    @contextmanager
+    def in_layers(self, layers: Sequence[LocasLayer]) -> Iterator[None]:
+        """Give each layer the names within the context.
+
+        They are an attribute, which compiled code sees; it does not see a hook that is new.
+        """
+        try:
+            for layer in layers:
+                layer.row_names = self._names
+            yield
+        finally:
+            for layer in layers:
+                layer.row_names = None
+
+    def check_repeated(self, host: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a forward of the host: see how often each row is repeated."""
         inputs = _find_rows(kwargs)
         if inputs is None and args:
@@ -50,28 +66,22 @@ class RowNames:
         if isinstance(inputs, Tensor):
             self._times = self._find_times(inputs)
 
-    def pass_repeated(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        return self._add(args, kwargs, self._times)
+    def pass_names(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
+        """Before a forward of one of PEFT's wrappers: pass a name for each of its rows.
 
-    def pass_once(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        return self._add(args, kwargs, 1)
-
-    def pass_by_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Arguments:
-        """For a module that an encoder and a decoder may share, whose inputs are `[B, T, ...]`."""
+        An encoder and a decoder may share the module, whose inputs are `[B, T, ...]`.
+        """
         times = self._times
         if args and isinstance(args[0], Tensor):
             times = self._find_times(args[0])
-        return self._add(args, kwargs, times)
+        repeated = [name for name in self._names for _ in range(times)]
+        return args, {**kwargs, "adapter_names": repeated}
 
     def _find_times(self, inputs: Tensor) -> int:
         times, rest = divmod(len(inputs), len(self._names))
         if rest or (times != 1 and not self._may_repeat):
             raise _wrong_length(len(self._names), len(inputs))
         return times
-
-    def _add(self, args: tuple, kwargs: dict[str, Any], times: int) -> Arguments:
-        repeated = [name for name in self._names for _ in range(times)]
-        return args, {**kwargs, "adapter_names": repeated}
 
 
 def _find_rows(kwargs: dict[str, Any], names: tuple[str | None, ...] = ()) -> Tensor | None:
@@ -86,42 +96,41 @@ def _wrong_length(names: int, inputs: int) -> ValueError:
     return ValueError(f"{rule}, but got {names} and {inputs} respectively.")
 
 
-def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor) -> None:
+def check_row_names(layer: LocasLayer, row_names: list[str], ffn_input: Tensor) -> None:
     """Check the names of a batch.
 
     Args:
         layer: the layer that is given the batch.
-        adapter_names: a name for each row.
+        row_names: a name for each row, or for each group of rows of `generate`.
         ffn_input: A, `[B, T, D]`, or `[B * T, D]` of a flat FFN.
 
     Raises:
-        ValueError: where the layer has merged memories, or there is not one name for each row.
+        ValueError: where the layer has merged memories, or the rows are not as many for each name.
     """
     if layer.merged:
         rule = "Cannot pass `adapter_names` when there are merged adapters"
         raise ValueError(f"{rule}, please call `unmerge_adapter` first.")
-    inputs = len(ffn_input)
-    names = len(adapter_names)
-    if inputs % names or (ffn_input.dim() > 2 and inputs != names):
-        raise _wrong_length(names, inputs)
+    if len(ffn_input) % len(row_names):
+        raise _wrong_length(len(row_names), len(ffn_input))
 
 
 def add_by_row(
-    layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor
+    layer: LocasLayer, row_names: list[str], ffn_input: Tensor, result: Tensor
 ) -> Tensor:
     """Return the FFN's output plus, for each row of the batch, the output of its memory.
 
     Args:
         layer: the layer that has the memories.
-        adapter_names: a name for each row.
+        row_names: N names; each is that of B / N rows, which follow one another.
         ffn_input: A, `[B, T, D]`, or `[B * T, D]` of a flat FFN.
         result: FFN(A), of the same shape.
     """
-    batch = len(adapter_names)
-    inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
-    outputs = result.reshape(batch, -1, result.shape[-1])
-    for names, rows in _group_rows(layer, adapter_names):
-        in_order = rows == list(range(batch))
+    count = len(row_names)
+    # The tokens of each name, [N, B / N * T, D].
+    inputs = ffn_input.reshape(count, -1, ffn_input.shape[-1])
+    outputs = result.reshape(count, -1, result.shape[-1])
+    for names, rows in _group_rows(layer, row_names):
+        in_order = rows == list(range(count))
         selected = inputs if in_order else inputs[rows]
         recalled = layer.recall(names, selected.reshape(len(names), -1, inputs.shape[-1]))
         recalled = recalled.reshape(len(rows), *outputs.shape[1:]).to(outputs.dtype)
@@ -132,7 +141,7 @@ def add_by_row(
     return outputs.reshape(result.shape)
 
 
-def _group_rows(layer: LocasLayer, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
+def _group_rows(layer: LocasLayer, row_names: list[str]) -> list[tuple[list[str], list[int]]]:
     """Group the rows of a batch whose memories have one shape, dtype and number of rows.
 
     Returns:
@@ -140,7 +149,7 @@ def _group_rows(layer: LocasLayer, adapter_names: list[str]) -> list[tuple[list[
         a memory is in no group.
     """
     rows: dict[str, list[int]] = {}
-    for row, name in enumerate(adapter_names):
+    for row, name in enumerate(row_names):
         if name in layer.locas_up:
             rows.setdefault(name, []).append(row)
     groups: dict[tuple, tuple[list[str], list[int]]] = {}

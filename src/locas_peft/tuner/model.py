@@ -309,24 +309,14 @@ class LocasModel(BaseTuner):
         self._check_adapter_names(adapter_names)
         rows = RowNames(list(adapter_names))
         rows.check_inputs(self.model, args, kwargs)
-        encoder_modules: set[nn.Module] = set()
-        config = getattr(self.model, "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            encoder_modules = set(self.model.get_encoder().modules())
-        with ExitStack() as hooks:
-            hook = self.model.register_forward_pre_hook(rows.count, with_kwargs=True)
-            hooks.enter_context(hook)
+        with ExitStack() as contexts:
+            hook = self.model.register_forward_pre_hook(rows.check_repeated, with_kwargs=True)
+            contexts.enter_context(hook)
             for module in self.modules():
                 if isinstance(module, AuxiliaryTrainingWrapper):
-                    pass_names = rows.pass_by_input
-                elif not isinstance(module, LocasLayer):
-                    continue
-                elif module in encoder_modules:
-                    pass_names = rows.pass_once
-                else:
-                    pass_names = rows.pass_repeated
-                hook = module.register_forward_pre_hook(pass_names, with_kwargs=True)
-                hooks.enter_context(hook)
+                    hook = module.register_forward_pre_hook(rows.pass_names, with_kwargs=True)
+                    contexts.enter_context(hook)
+            contexts.enter_context(rows.in_layers(list_layers(self)))
             yield
 
     def _check_adapter_names(self, adapter_names: list[str]) -> None:

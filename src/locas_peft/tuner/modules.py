@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ __all__ = [
     "evaluating",
     "host_modules",
     "is_wrapper",
+    "load_offloaded",
     "plain_name",
     "reference_active",
     "remember_modules",
@@ -66,6 +68,14 @@ def unwrap(module: nn.Module) -> nn.Module:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` has wrapped, or the module itself."""
     return module._modules.get(_COMPILED, module)
+
+
+def load_offloaded(module: nn.Module, name: str = "weight") -> Tensor:
+    """Return a module's tensor. One that Accelerate offloads is loaded, as for a forward of it."""
+    if not hasattr(module, "_hf_hook"):
+        return getattr(module, name)
+    with align_module_device(module):
+        return getattr(module, name)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,8 @@ A memory is clipped
 
 Not promised: weights that are written through `.data` or by a fused optimizer, without a forward
 with gradients in between, are clipped at the next forward with gradients or at the next save only;
-and a forward without gradients that `torch.compile` has traced clips nothing.
+a forward without gradients that `torch.compile` has traced, and a graph of `torch.export`, clip
+nothing.
 
 The clip writes through `.data`: no version counter moves, so that autograd does not object to two
 forwards before one backward. It is idempotent. After a step of training it scales every row above

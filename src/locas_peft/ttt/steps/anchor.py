@@ -92,6 +92,12 @@ class Anchor(Step):
             remedy = "give a learning_rate, or leave the anchor out"
             raise ValueError(f"{rule}, got one, which acts on training steps: {remedy}")
         host = trainer.host
+        own = {id(weight) for _, weight in base_parameters(host.model)}
+        trained = [id(weight) for weight in trainer.learner.parameters()]
+        if self.reference is None and trained and own.issuperset(trained):
+            rule = "steps must not have an Anchor where the base itself is trained"
+            reason = "which would be pulled to itself"
+            raise ValueError(f"{rule}, {reason}, got one: train an adapter, or leave it out")
         if not isinstance(self.texts, OwnText):
             host.check_tokens(self.texts, "anchor texts", "write them with this model")
         length = self.texts.shape[1]
