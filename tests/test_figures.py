@@ -22,7 +22,7 @@ BOOKS = ("3649", "36235")
 SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
 ANCHORED_LORA = f"{BEST_LORA}_anchor=0.3_anchor_every=4"
-ANCHORED_STUDY = "LoRA r=16, the study's lessons and anchor"
+ANCHORED_STUDY = "LoRA r=16, the study's lessons"
 ROWS = {
     "no memory": "none",
     "LoRA r=64": BEST_LORA,
@@ -238,7 +238,7 @@ def mean_writing(host: str) -> float:
         ("passage in context", "text in context"),
         ("BM25's sentences in context", "BM25 + base"),
         ("Locas r=64, studied", "study"),
-        ("LoRA r=16, the same lessons, no anchor", "LoRA r=16, the study's lessons"),
+        ("LoRA r=16, the same lessons, no anchor", "LoRA r=16, the study's lessons, no anchor"),
         ("LoRA r=16, with the anchor", ANCHORED_STUDY),
     ],
 )
@@ -318,7 +318,7 @@ def find_article_change(host: str, row: str) -> list[str]:
 def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
     studies = list_studies(HOST)
     locas, *ends = re.findall(r"-?[\d.]+", studies["study"][10])
-    lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons"][10])[0]
+    lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons, no anchor"][10])[0]
     interval = ", ".join(f"{float(end):.1f}" for end in ends)
     assert (
         f"is {float(locas):.1f}% [{interval}] higher (LoRA without the anchor: {float(lora):.0f}%)"
@@ -329,10 +329,10 @@ def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
 def test_what_a_study_does_to_its_article_is_that_of_the_results():
     qwen, *qwen_ends = find_article_change(HOST, "study")
     small, *small_ends = find_article_change("smollm2", "study")
-    lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons")
+    lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons, no anchor")
     assert f"that of the rest of its article {qwen}%." in README
     with_locas = f"by {qwen}% [{', '.join(qwen_ends)}] with Locas"
-    other, *other_ends = find_article_change(HOST, "LoRA r=16, the study's lessons")
+    other, *other_ends = find_article_change(HOST, "LoRA r=16, the study's lessons, no anchor")
     assert f"{with_locas}, by {other}% [{', '.join(other_ends)}] with LoRA" in RESULTS
     with_locas = f"of the same article rise by {small}% [{', '.join(small_ends)}] with Locas"
     assert f"{with_locas}, by {lora}% [{', '.join(lora_ends)}] with LoRA" in RESULTS

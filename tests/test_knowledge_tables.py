@@ -291,8 +291,16 @@ def test_the_article_is_the_other_passages_below_the_title(tables, make_bench):
 def test_lora_has_the_lessons_of_the_study(tables, make_bench):
     study = tables.memories.study
     study.given.clear()
-    tables.pages.fill(make_bench(("lora",)))
+    tables.pages.fill(make_bench(("lora-anchor",)))
     assert study.given == [("locas-glu", None), ("lora", study.lessons)]
+
+
+def test_lora_has_the_anchor_of_a_study_but_where_a_row_says_so(tables, make_bench):
+    bench = make_bench(())
+    anchors = {}
+    for recipe in (tables.memories.STUDY, tables.memories.LORA, tables.memories.LORA_FREE):
+        anchors[recipe.name] = tables.memories._complete(bench, recipe, 0).anchor
+    assert anchors == {"study": 3.9, "lora-anchor": 3.9, "lora": 0.0}
 
 
 def test_a_study_that_finds_nothing_to_teach_answers_as_the_base(tables, make_bench, monkeypatch):
@@ -300,7 +308,7 @@ def test_a_study_that_finds_nothing_to_teach_answers_as_the_base(tables, make_be
         raise ValueError("nothing was studied: the model wrote no usable exchange")
 
     monkeypatch.setattr(tables.memories, "study", fail)
-    bench = make_bench(("none", "study", "lora"))
+    bench = make_bench(("none", "study", "lora-anchor"))
     tables.pages.fill(bench)
     page = tables.pages.tabulate(bench)
     assert find_row(page, "study")["F1"] == find_row(page, "no context")["F1"]

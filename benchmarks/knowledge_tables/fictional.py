@@ -20,9 +20,10 @@ from locas_peft.tables import format_mean, format_percent
 from .asked import load_results
 from .bench import KnowledgeBench
 from .documents import KINDS, Document, Probe, load_fictional
-from .memories import LORA, STUDY, Recipe
+from .memories import LORA, LORA_FREE, STUDY, Recipe
 from .rows import (
     COST_HEAD,
+    LORA_FREE_ROW,
     LORA_ROW,
     NONE,
     STUDY_ROW,
@@ -53,6 +54,7 @@ def list_rows(readings: Sequence[int]) -> list[Row]:
         retention = Recipe(f"{study.name}-then-book", "read", adapter, study, reads="book")
         rows.append(Row(study_row.key, f"{name}, studied", study))
         rows.append(Row(retention.name, f"{name}, studied, then another book", retention))
+    rows.append(Row(LORA_FREE_ROW.key, "LoRA r=16, studied, no anchor", LORA_FREE))
     return rows
 
 

@@ -26,7 +26,7 @@ from .documents import Document
 
 __all__ = [
     "LORA",
-    "LORA_ANCHORED",
+    "LORA_FREE",
     "ARTICLE",
     "READING",
     "STUDY",
@@ -57,7 +57,7 @@ class Recipe:
         adapter: "study" for a memory, "lora" for LoRA: the name of its settings in `Options`.
         start: makes the memory that is gone on with; None for a fresh adapter.
         lessons: the study that wrote what is taught; None for its own.
-        anchored: whether LoRA has the anchor of a memory's study, which is not its default.
+        anchored: whether a study has an anchor, its default.
         times: how often the text is read.
         reads: what is learned: the "text", its "article" or another "book".
     """
@@ -67,7 +67,7 @@ class Recipe:
     adapter: str = "study"
     start: "Recipe | None" = None
     lessons: "Recipe | None" = None
-    anchored: bool = False
+    anchored: bool = True
     times: int = 1
     reads: str = "text"
 
@@ -84,8 +84,8 @@ READING = Recipe("reading", "read")
 STUDY = Recipe("study", "study")
 ARTICLE = Recipe("article", "read", reads="article")
 STUDY_AFTER_ARTICLE = Recipe("study-after-article", "study", start=ARTICLE)
-LORA = Recipe("lora", "study", "lora", lessons=STUDY)
-LORA_ANCHORED = Recipe("lora-anchor", "study", "lora", lessons=STUDY, anchored=True)
+LORA = Recipe("lora-anchor", "study", "lora", lessons=STUDY)
+LORA_FREE = Recipe("lora", "study", "lora", lessons=STUDY, anchored=False)
 
 
 class _Clock:
@@ -134,7 +134,7 @@ def _make_unit(
         "document": document.name,
         "text_sha256": digest_ids(ids),
         "times": recipe.times,
-        "settings": {name: value for name, value in vars(settings).items() if name != "model"},
+        "settings": _list_settings(settings),
     }
 
     def measure(unit: Unit) -> dict[str, Any]:
@@ -163,13 +163,20 @@ def _complete(bench: KnowledgeBench, recipe: Recipe, seed: int) -> Any:
     given: dict[str, Any] = {"method": bench.locas, **bench.options.study}
     if recipe.adapter == "lora":
         given = {"method": "lora", "r": LORA_WIDTH, **bench.options.lora}
-    if recipe.anchored:
-        given["anchor"] = complete(StudySettings(method=bench.locas), bench.base).anchor
+    if not recipe.anchored:
+        given["anchor"] = 0.0
     if recipe.kind == "study":
         return complete(StudySettings(seed=seed, **given), bench.base)
     # A study that goes on with the memory has its shape.
     shape = {name: value for name, value in given.items() if name in SHAPE}
     return complete(ReadSettings(seed=seed, **shape, **bench.common), bench.base)
+
+
+def _list_settings(settings: Any) -> dict[str, Any]:
+    """Return the settings that a result names: all but the place of the base."""
+    listed = {name: value for name, value in vars(settings).items() if name != "model"}
+    # No anchor, given as 0 or not at all.
+    return {**listed, "anchor": settings.anchor or None}
 
 
 def _find_text(bench: KnowledgeBench, document: Document, recipe: Recipe) -> Tensor:

@@ -18,7 +18,7 @@ from .documents import Document
 from .memories import (
     ARTICLE,
     LORA,
-    LORA_ANCHORED,
+    LORA_FREE,
     READING,
     STUDY,
     STUDY_AFTER_ARTICLE,
@@ -36,7 +36,7 @@ __all__ = [
     "COST_HEAD",
     "EMBEDDING",
     "IN_CONTEXT",
-    "LORA_ANCHOR_ROW",
+    "LORA_FREE_ROW",
     "LORA_ROW",
     "MEMORY_AND_BM25",
     "NONE",
@@ -82,8 +82,8 @@ ARTICLE_ROW = Row("article", "its article read", ARTICLE)
 STUDY_AFTER_ROW = Row(
     "study-after-article", "study after its article was read", STUDY_AFTER_ARTICLE
 )
-LORA_ROW = Row("lora", "LoRA r=16, the study's lessons", LORA)
-LORA_ANCHOR_ROW = Row("lora-anchor", "LoRA r=16, the study's lessons and anchor", LORA_ANCHORED)
+LORA_ROW = Row("lora-anchor", "LoRA r=16, the study's lessons", LORA)
+LORA_FREE_ROW = Row("lora", "LoRA r=16, the study's lessons, no anchor", LORA_FREE)
 PREFIXES = (
     Row("cartridge-text", "CARTRIDGE, from the text", STUDY, prefix="text"),
     Row("cartridge-random", "CARTRIDGE, random", STUDY, prefix="random"),

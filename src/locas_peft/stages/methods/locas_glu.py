@@ -11,7 +11,7 @@ from ...checks import invalid
 from ...slots import ValueWriter
 from ...ttt.steps import Step
 from .memory import TRAINED, MemoryMethod
-from .method import PAPER, TUNED, Unused
+from .method import PAPER, STUDY_ANCHOR, TUNED, Unused
 
 __all__ = ["LocasGlu"]
 
@@ -51,7 +51,7 @@ class LocasGlu(MemoryMethod):
         "learning_rate": 1.5 * _LEARNING_RATE,
         "output_scale": "measured",
         "layers_to_transform": None,
-        "anchor": 13.0 * _ANCHOR,
+        "anchor": STUDY_ANCHOR,
     }
 
     def list_unused(self, values: dict[str, Any], given: Mapping[str, Any]) -> Unused:

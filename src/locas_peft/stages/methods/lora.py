@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from locas_settings import AdapterSettings
 
-from .method import PAPER, TUNED, Method, find_layers
+from .method import PAPER, STUDY_ANCHOR, TUNED, Method, find_layers
 
 __all__ = ["Lora"]
 
@@ -28,7 +28,7 @@ class Lora(Method):
         "r": _RANK,
         "learning_rate": 1.5 * _LEARNING_RATE,
         "layers_to_transform": None,
-        "anchor": None,
+        "anchor": STUDY_ANCHOR,
     }
 
     def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LoraConfig:

@@ -12,7 +12,7 @@ from locas_settings import AdapterSettings, ReadSettings
 from ...checks import invalid
 from ...ttt.steps import Step
 
-__all__ = ["PAPER", "TUNED", "Method", "Unused", "find_layers"]
+__all__ = ["PAPER", "STUDY_ANCHOR", "TUNED", "Method", "Unused", "find_layers"]
 
 Unused = list[tuple[str, tuple[str, ...]]]
 """Fields whose values make other fields meaningless, each with the names of these."""
@@ -23,6 +23,8 @@ _NO_ANCHOR = {"anchor": None, "anchor_every": 4}
 PAPER: dict[str, Any] = {**_ALL_LAYERS, **_NO_ANCHOR, "decay_steps": 0}
 # A falling learning rate, so that one rate serves texts of all lengths.
 TUNED: dict[str, Any] = {**_ALL_LAYERS, **_NO_ANCHOR, "decay_steps": 100}
+STUDY_ANCHOR = 3.9
+"""The anchor's weight at the end of a study, with a memory beside gated FFNs and with LoRA."""
 
 
 class Method:
