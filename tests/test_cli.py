@@ -599,6 +599,8 @@ def test_merge_does_not_replace_the_base(run, tmp_path):
 
 
 def test_a_memory_is_resized_and_goes_on(run, memory, tmp_path):
+    line = "--text must name a text for more slots, whose rows are made from it, got none: give "
+    assert refused(run, "resize --r 20 --out wide", memory).startswith(line)
     stdout = quiet(run, "resize --r 20 --text text.txt --max-tokens 200 --out wide", memory)
     assert "20 slots a layer, 16 before" in stdout
     assert torch.equal(logits_with(tmp_path / "wide"), logits_with(memory))

@@ -91,6 +91,13 @@ def test_a_signed_folder_of_0_2_0_loads_is_packed_and_is_forgotten(memory, tmp_p
     assert list((tmp_path / "library").iterdir()) == []
 
 
+def test_loading_draws_no_random_numbers(memory):
+    base, _ = backbone.load()
+    state = torch.get_rng_state()
+    loading.load_memory(base, memory)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_memory_loads_for_reading(memory):
     base, _ = load_base(device="cpu")
     model = loading.load_memory(base, memory, pad_to_multiple_of=256)

@@ -517,6 +517,18 @@ def test_foreign_files_are_never_replaced(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
+def test_a_memory_is_not_written_beside_a_model(tmp_path):
+    base, tokenizer = load()
+    base.save_pretrained(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match="^--out .* holds a model, by its config.json: choose "):
+        read(small(), out=tmp_path, overwrite=True, on_step=pytest.fail)
+    with pytest.raises(ValueError, match="^--out .* holds a model, by its config.json: choose "):
+        place = Place(out=tmp_path)
+        stages.study(base, tokenizer, load_ids(), study_settings(), place, exchanges=GIVEN)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(tmp_path, monkeypatch):
     """Another process may finish a memory after the command line has looked."""
     place, locked = place_in(tmp_path), []

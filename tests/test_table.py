@@ -168,9 +168,11 @@ def test_a_row_of_a_study_has_the_settings_of_a_study(tmp_path):
 
 
 def test_a_table_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "empty.json").touch()
     for name, message in (
         ("none.jsonl", "text must be an existing file"),
         ("none.parquet", "dataset '.*none.parquet' cannot be read"),
+        ("empty.json", "dataset '.*empty.json' is empty: add a document a row$"),
     ):
         with pytest.raises(ValueError, match=message):
             load_table(str(tmp_path / name), SETTINGS)
@@ -187,6 +189,14 @@ def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     assert (ann.name, ann.text, ann.error) == ("ann", "Some text.", "")
     assert (bob.name, bob.text, bob.settings) == ("bob", "Other text.", SETTINGS)
     assert ann.settings == replace(SETTINGS, learning_rate=0.5, r=2)
+
+
+def test_the_path_of_a_table_is_no_pattern(tmp_path):
+    pytest.importorskip("datasets")
+    for name in ("t[1].csv", "t1.csv"):
+        (tmp_path / name).write_text(f"name,text\n{name[:2]},Some text.\n")
+    (document,) = load_table(str(tmp_path / "t[1].csv"), SETTINGS)
+    assert document.name == "t["
 
 
 def test_names_in_a_csv_file_stay_as_they_are(tmp_path):

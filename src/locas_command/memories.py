@@ -153,7 +153,7 @@ def resize(
     from locas_peft.model import count_positions
     from locas_peft.stages.saving import copy_history
     from locas_peft.text import load_text
-    from locas_peft.tuner import list_layers
+    from locas_peft.tuner import STRATEGIES, list_layers
 
     from .running import open_with_base
 
@@ -178,6 +178,12 @@ def resize(
     if content is None and r < max(widths) and has_gates:
         raise ValueError(
             "--text must name a text for fewer slots beside gated FFNs, "
+            "got none: give what was read"
+        )
+    strategy = STRATEGIES[model.peft_config["default"].strategy]
+    if content is None and r > max(widths) and strategy.needs_calibration:
+        raise ValueError(
+            "--text must name a text for more slots, whose rows are made from it, "
             "got none: give what was read"
         )
     batches = None

@@ -82,7 +82,12 @@ class Library:
         if not is_name(name):
             return False
         folder = self._locate(name)
-        return not folder.is_symlink() and (folder / MEMORY_CONFIG).is_file()
+        if folder.is_symlink():
+            return False
+        if not (folder / MEMORY_CONFIG).is_file():
+            # Another process may be replacing the memory.
+            finish_replacement(folder)
+        return (folder / MEMORY_CONFIG).is_file()
 
     def _list_names(self) -> builtins.list[str]:
         """Return the names of the folder's entries, as far as they may be a memory's."""

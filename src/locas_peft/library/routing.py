@@ -5,6 +5,7 @@ text. Below `LEAST_SCORE` a question is about no memory.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checks import import_extra
+from ..files import finish_replacement
 from ..memories.folder import SAMPLE
 from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 from .terms import StopWords, Term, list_clauses, list_terms
@@ -39,6 +41,8 @@ OTHERS_HAVE_IT = 1.4
 """How much more a term of the question counts for a memory that lacks it, where others have it."""
 SAMPLE_LINES = 200
 SAMPLE_CHARACTERS = 200
+# A piece ends before white space, but where there is none.
+_PIECE = re.compile(rf".{{1,{SAMPLE_CHARACTERS}}}(?!\S)|.{{1,{SAMPLE_CHARACTERS}}}", re.DOTALL)
 
 
 def route(memories: Mapping[str, Sequence[str]], questions: Sequence[str]) -> list[str | None]:
@@ -154,10 +158,9 @@ def _name(word: str) -> str:
 
 def make_sample(text: str, earlier: str | Path | None = None) -> str:
     """Return evenly spread pieces of a text, a line each, after those of an `earlier` memory."""
-    starts = range(0, len(text), SAMPLE_CHARACTERS)
-    pieces = [text[start : start + SAMPLE_CHARACTERS] for start in starts]
+    pieces = [" ".join(piece.split()) for piece in _PIECE.findall(text)]
     step = max(math.ceil(len(pieces) / SAMPLE_LINES), 1)
-    sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[::step])
+    sample = "".join(f"{piece}\n" for piece in pieces[::step])
     if earlier is None or not (Path(earlier) / SAMPLE).is_file():
         return sample
     before = _load_sample(Path(earlier))
@@ -172,9 +175,13 @@ def list_passages(memory: Path) -> list[str]:
     """
     passages = [memory.name.replace("_", " ")]
     for read in (_read_exchanges, _read_sample):
-        # A memory need not have the file, and another process may forget the memory meanwhile.
-        with suppress(FileNotFoundError):
+        try:
             passages += read(memory)
+        except FileNotFoundError:
+            # The memory has no such file, or another process replaces or forgets it.
+            finish_replacement(memory)
+            with suppress(FileNotFoundError):
+                passages += read(memory)
     return passages
 
 
@@ -189,8 +196,7 @@ def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
 
 def _read_exchanges(memory: Path) -> Iterator[str]:
     """Yield each studied answer of a memory with its subject and its questions."""
-    if (memory / EXCHANGES).is_file():
-        yield from join_exchanges(load_exchanges(memory / EXCHANGES)).values()
+    yield from join_exchanges(load_exchanges(memory / EXCHANGES)).values()
 
 
 def _read_sample(memory: Path) -> list[str]:

@@ -4,6 +4,7 @@ The processes of a launcher share the documents, or Ray's actors do. What is fin
 what was interrupted goes on, and what fails is listed while the rest goes on.
 """
 
+import glob
 import json
 import signal
 import socket
@@ -191,13 +192,17 @@ def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
     if file_format is None:
         arguments = {"path": source, "split": split}
     else:
-        arguments = {"path": file_format, "data_files": source, "split": "train"}
+        # A path is no pattern of paths.
+        name = glob.escape(source) if Path(source).exists() else source
+        arguments = {"path": file_format, "data_files": name, "split": "train"}
     if file_format == "csv":
         # Else the name "001" would be the number 1, and "NA" none.
         converters = dict.fromkeys(_COLUMNS, _keep_text)
         arguments |= {"converters": converters, "keep_default_na": False, "na_values": [""]}
     try:
         yield from datasets.load_dataset(**arguments, streaming=True)
+    except StopIteration:
+        raise ValueError(f"dataset {source!r} is empty: add a document a row") from None
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"dataset {source!r} cannot be read ({first_line(error)}): check name and split"

@@ -17,6 +17,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME
 
 from .. import __version__, backbone
 from ..bases.gguf import is_gguf
@@ -107,6 +108,9 @@ def check_vacant(
     """
     folder = Path(directory)
     holds = f"--out {str(directory)!r} holds"
+    if os.path.lexists(folder / CONFIG_NAME):
+        # transformers would load the memory with that model, and no memory would find its base.
+        raise ValueError(f"{holds} a model, by its {CONFIG_NAME}: choose another folder")
     finish_replacement(folder)
     has_record = (folder / RECORD).exists() or (folder / READING).exists()
     is_memory = has_record and (folder / MEMORY_CONFIG).exists()

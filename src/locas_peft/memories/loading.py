@@ -376,7 +376,8 @@ def _attach(
     try:
         if isinstance(config, LocasConfig):
             _copy_parameters(base, config.get_record("saved_embeddings") or ())
-        with warnings.catch_warnings():
+        # The numbers that PEFT draws for the weights are replaced by those of the file.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             model = PeftModel.from_pretrained(
                 base, directory, config=config, is_trainable=trainable
