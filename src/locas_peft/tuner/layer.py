@@ -135,8 +135,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        # A copy is outside the `rescale` context of the original.
+        # A copy is outside the contexts of the original: `rescale`, and a mixed batch.
         self.locas_multiplier = {}
+        self.row_names = None
 
     # ----------------------------------------------------------------- memories
 
