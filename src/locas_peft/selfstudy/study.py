@@ -16,7 +16,7 @@ from locas_settings import StudySettings
 from ..asking import encode_question
 from ..checks import invalid
 from ..model import CausalLM
-from ..slots.discriminants import can_tell_apart
+from ..slots.discriminants import FEWEST, can_tell_apart, restore_norm_clip
 from ..text import Passage, split_passages
 from ..ttt.active import calibrate_empty
 from .distillation import Distillation, Former
@@ -257,8 +257,10 @@ class SelfStudy:
         """Return the distillation of all exchanges, of this text and earlier ones."""
         earlier = () if self._former is None else self._former.exchanges
         self.exchanges = correct(earlier, self.exchanges)
-        passages = {exchange.answer for exchange in self.exchanges}
-        tells_apart = self._discriminants and can_tell_apart(self._model, len(passages))
+        passages = len({exchange.answer for exchange in self.exchanges})
+        tells_apart = self._discriminants and can_tell_apart(self._model, passages)
+        if self._discriminants and not tells_apart and passages >= FEWEST:
+            restore_norm_clip(self._model)
         self._distillation = Distillation(
             self._model,
             self._tokenizer,
@@ -306,7 +308,8 @@ def separates(settings: StudySettings) -> bool:
     """Return whether a fresh memory gets rows that tell passages apart, and no norm clip.
 
     They are those of `place_discriminants`, in the upper layers, where `can_tell_apart`. These
-    layers alone are then trained. Elsewhere the least steps are doubled.
+    layers alone are then trained. Elsewhere the least steps are doubled. For too many passages the
+    clip is restored when these are known.
     """
     return settings.init == "topk" and settings.max_slot_norm is None
 

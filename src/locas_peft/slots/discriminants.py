@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from ..asking import begin_rows
 from ..asking.continuation import Groups, Rows
 from ..model import CausalLM
-from ..tuner import LocasLayer, adapters_disabled, evaluating
+from ..tuner import LocasConfig, LocasLayer, adapters_disabled, evaluating
 from ..tuner.attached import find_memories
 
-__all__ = ["can_tell_apart", "place_discriminants", "upper_layers_trained"]
+__all__ = [
+    "FEWEST",
+    "can_tell_apart",
+    "place_discriminants",
+    "restore_norm_clip",
+    "upper_layers_trained",
+]
 
 # Of the mean squared length of the inputs, at the ends of prompts.
 RIDGE_AT_ENDS = 0.1
@@ -66,6 +72,12 @@ def can_tell_apart(model: nn.Module, passages: int) -> bool:
     name, _, layers = _find_trained(model)
     width = min(layer.locas_down[name].in_features for layer in layers)
     return FEWEST <= passages <= width // 2
+
+
+def restore_norm_clip(model: nn.Module) -> None:
+    """Give the memory that is trained the norm clip that a `LocasConfig` has by default."""
+    name, _, layers = _find_trained(model)
+    layers[0].locas_config[name].max_slot_norm = LocasConfig.max_slot_norm
 
 
 @torch.no_grad()
