@@ -738,6 +738,20 @@ def study_settings(**given) -> StudySettings:
     return complete(StudySettings(**{**defaults, **given}))
 
 
+@pytest.mark.parametrize(("passages", "norm"), [(2, None), (8, None), (3, 1.0)])
+def test_a_study_of_too_many_passages_keeps_the_norm_clip(
+    passages, norm, base, tokenizer, input_ids, tmp_path
+):
+    # Of 16 slots 8 passages have rows that tell them apart, of 4 slots none of 3.
+    settings = study_settings(r=4 if passages == 3 else 16)
+    exchanges = GIVEN[:passages]
+    stages.study(base, tokenizer, input_ids, settings, Place(out=tmp_path), exchanges=exchanges)
+    assert load_memory_config(tmp_path)["max_slot_norm"] == norm
+    weights = load_file(tmp_path / WEIGHTS)
+    longest = max(weights[key].norm(dim=0).max() for key in weights if "locas_down" in key)
+    assert longest <= 1.001 or norm is None
+
+
 def test_a_study_keeps_what_was_read(base, tokenizer, long_ids, tmp_path):
     read(small(r=16), long_ids, out=tmp_path / "read")
     before = load_file(tmp_path / "read" / WEIGHTS)
