@@ -290,7 +290,13 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     anchored = studies.pop(ANCHORED_STUDY)
     assert f"the last row {anchored[-1]} questions" in README
     # The other rows have the same questions.
-    others = ("no context", "text in context", "BM25 + base", "study", f"{ANCHORED_STUDY}, no anchor")
+    others = (
+        "no context",
+        "text in context",
+        "BM25 + base",
+        "study",
+        f"{ANCHORED_STUDY}, no anchor",
+    )
     (count,) = {studies[name][-1] for name in others}
     assert f"{find_right('passage in context')}% of {count} questions right" in choice
     retrieval = find_right("BM25's sentences in context")
