@@ -214,10 +214,13 @@ def test_the_table_of_the_demo_has_the_ranges_of_its_runs(name, method):
         assert change == find_range(runs, "own_answers_kl", 3)
 
 
-def list_studies(host: str) -> dict[str, list[str]]:
-    """The cells of each row of a host's table of studies, by the row's name."""
+def list_studies(host: str, heading: str = "") -> dict[str, list[str]]:
+    """The cells of each row of a host's table of studies, by the row's name.
+
+    It is the first table, or the one below a heading.
+    """
     page = (FOLDER / "knowledge" / host / "full.md").read_text(encoding="utf-8")
-    table = page.split("|  | gold within |", 1)[1].split("\n\n")[0]
+    table = page.split(heading or None, 1)[1].split("|  | gold within |", 1)[1].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.strip().split("\n")[2:]]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
@@ -303,6 +306,31 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     assert f"BM25 and the base: {retrieval}% of {count}" in choice
     studied = find_right("Locas r=64, studied")
     assert f"{studied}% of {count}; without a memory {find_right('no memory')}%" in choice
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("no context", "no context"),
+        ("the question's passage in context", "text in context"),
+        ("BM25's three sentences in context", "BM25 + base"),
+        ("all-MiniLM-L6-v2's three sentences in context", "all-MiniLM-L6-v2 + base"),
+        ("Locas r=64, studied", "study"),
+        ("LoRA r=16, the same lessons, with the anchor", "LoRA r=16, the study's lessons"),
+        ("CARTRIDGE, from the text", "CARTRIDGE, from the text"),
+        ("CARTRIDGE, random", "CARTRIDGE, random"),
+    ],
+)
+def test_the_table_of_twenty_passages_has_the_figures_of_the_results(name, row):
+    section = RESULTS.split("### Twenty passages in one memory", 1)[1]
+    parameters, right, f1, kl, _, seconds = list_cells(name, section, "| | parameters | right, %")
+    cells = list_studies("smollm2", "20 passages in one memory")[row]
+    assert [right, f1] == [cells[0], cells[2]]
+    if cells[7] != "-":
+        assert parameters == cells[8]
+        # The page has four digits.
+        assert abs(float(kl) - float(cells[9])) <= 0.00055
+        assert seconds.split(", without")[0] == f"{float(cells[7]):,.0f}"
 
 
 @pytest.mark.parametrize("page", ["expedition", "ferry", "foundry", "garden", "theatre"])
