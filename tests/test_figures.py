@@ -23,6 +23,16 @@ SHORT_BOOKS = (*BOOKS, "5274", "17769", "28345", "36087")
 BEST_LORA = "lora_learning_rate=0.0003"
 ANCHORED_LORA = f"{BEST_LORA}_anchor=0.3_anchor_every=4"
 ANCHORED_STUDY = "LoRA r=16, the study's lessons"
+FREE_STUDY = f"{ANCHORED_STUDY}, no anchor"
+README_STUDIES = {
+    "no memory": "no context",
+    "passage in context": "text in context",
+    "BM25's sentences in context": "BM25 + base",
+    "Locas r=64, studied": "study",
+    "LoRA r=16, the same lessons, no anchor": FREE_STUDY,
+    "LoRA r=16, with the anchor": ANCHORED_STUDY,
+}
+"""The rows of the README's table of studies, with their names on the page of the results."""
 ROWS = {
     "no memory": "none",
     "LoRA r=64": BEST_LORA,
@@ -220,7 +230,8 @@ def list_studies(host: str, heading: str = "") -> dict[str, list[str]]:
     It is the first table, or the one below a heading.
     """
     page = (FOLDER / "knowledge" / host / "full.md").read_text(encoding="utf-8")
-    table = page.split(heading or None, 1)[1].split("|  | gold within |", 1)[1].split("\n\n")[0]
+    page = page[page.index(heading) :]
+    table = page.split("|  | gold within |", 1)[1].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.strip().split("\n")[2:]]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
@@ -234,17 +245,7 @@ def mean_writing(host: str) -> float:
     return statistics.mean(seconds)
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("no memory", "no context"),
-        ("passage in context", "text in context"),
-        ("BM25's sentences in context", "BM25 + base"),
-        ("Locas r=64, studied", "study"),
-        ("LoRA r=16, the same lessons, no anchor", "LoRA r=16, the study's lessons, no anchor"),
-        ("LoRA r=16, with the anchor", ANCHORED_STUDY),
-    ],
-)
+@pytest.mark.parametrize(("name", "row"), README_STUDIES.items())
 def test_the_table_of_studies_has_the_figures_of_the_results(name, row):
     right, f1, divergence, seconds = list_cells(name, README, "| | right | F1, %")
     cells = list_studies(HOST)[row]
@@ -293,14 +294,7 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     anchored = studies.pop(ANCHORED_STUDY)
     assert f"the last row {anchored[-1]} questions" in README
     # The other rows have the same questions.
-    others = (
-        "no context",
-        "text in context",
-        "BM25 + base",
-        "study",
-        f"{ANCHORED_STUDY}, no anchor",
-    )
-    (count,) = {studies[name][-1] for name in others}
+    (count,) = {studies[row][-1] for row in README_STUDIES.values() if row != ANCHORED_STUDY}
     assert f"{find_right('passage in context')}% of {count} questions right" in choice
     retrieval = find_right("BM25's sentences in context")
     assert f"BM25 and the base: {retrieval}% of {count}" in choice
@@ -316,7 +310,7 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
         ("BM25's three sentences in context", "BM25 + base"),
         ("all-MiniLM-L6-v2's three sentences in context", "all-MiniLM-L6-v2 + base"),
         ("Locas r=64, studied", "study"),
-        ("LoRA r=16, the same lessons, with the anchor", "LoRA r=16, the study's lessons"),
+        ("LoRA r=16, the same lessons, with the anchor", ANCHORED_STUDY),
         ("CARTRIDGE, from the text", "CARTRIDGE, from the text"),
         ("CARTRIDGE, random", "CARTRIDGE, random"),
     ],
@@ -353,7 +347,7 @@ def find_article_change(host: str, row: str) -> list[str]:
 def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
     studies = list_studies(HOST)
     locas, *ends = re.findall(r"-?[\d.]+", studies["study"][10])
-    lora = re.findall(r"-?[\d.]+", studies["LoRA r=16, the study's lessons, no anchor"][10])[0]
+    lora = re.findall(r"-?[\d.]+", studies[FREE_STUDY][10])[0]
     interval = ", ".join(f"{float(end):.1f}" for end in ends)
     assert (
         f"is {float(locas):.1f}% [{interval}] higher (LoRA without the anchor: {float(lora):.0f}%)"
@@ -364,10 +358,10 @@ def test_what_a_study_does_to_an_unread_book_is_that_of_the_results():
 def test_what_a_study_does_to_its_article_is_that_of_the_results():
     qwen, *qwen_ends = find_article_change(HOST, "study")
     small, *small_ends = find_article_change("smollm2", "study")
-    lora, *lora_ends = find_article_change("smollm2", "LoRA r=16, the study's lessons, no anchor")
+    lora, *lora_ends = find_article_change("smollm2", FREE_STUDY)
     assert f"that of the rest of its article {qwen}%." in README
     with_locas = f"by {qwen}% [{', '.join(qwen_ends)}] with Locas"
-    other, *other_ends = find_article_change(HOST, "LoRA r=16, the study's lessons, no anchor")
+    other, *other_ends = find_article_change(HOST, FREE_STUDY)
     assert f"{with_locas}, by {other}% [{', '.join(other_ends)}] with LoRA" in RESULTS
     with_locas = f"of the same article rise by {small}% [{', '.join(small_ends)}] with Locas"
     assert f"{with_locas}, by {lora}% [{', '.join(lora_ends)}] with LoRA" in RESULTS

@@ -192,7 +192,7 @@ def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
     if file_format is None:
         arguments = {"path": source, "split": split}
     else:
-        # A path is no pattern of paths.
+        # `datasets` would take the path of a file for a pattern.
         name = glob.escape(source) if Path(source).exists() else source
         arguments = {"path": file_format, "data_files": name, "split": "train"}
     if file_format == "csv":
