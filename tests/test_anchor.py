@@ -66,7 +66,7 @@ def test_own_text_goes_on_from_the_beginnings_that_are_given(family):
     texts = write_own_text(base, texts=3, tokens=6, beginnings=beginnings)
     assert texts.shape == (3, 6)
     assert texts[:, 0].tolist() == [5, 6, 5] and texts[1, :3].tolist() == [6, 7, 8]
-    own = OwnText(base, texts=3, tokens=6, batch_size=2, beginnings=beginnings)
+    own = OwnText(base, texts=3, tokens=6, first=2, beginnings=beginnings)
     assert own.settings["beginnings"] == beginnings and own[2][0] == 5
     assert torch.equal(own.written[:2], write_own_text(base, 2, 6, 0, beginnings))
     assert write_own_text(base, 1, 3, beginnings=beginnings[1:]).tolist() == [[6, 7, 8]]
@@ -104,10 +104,10 @@ def test_a_reference_adapter_writes_the_texts_and_is_what_the_anchor_pulls_to(ki
         for weight, copied in zip(own, former, strict=True):
             copied.copy_(weight.normal_(std=0.3))
     base_texts = write_own_text(model, texts=3, tokens=10)
-    texts = OwnText(model, texts=3, tokens=10, batch_size=3, reference="former")
+    texts = OwnText(model, texts=3, tokens=10, first=3, reference="former")
     with caplog.at_level("INFO", logger="locas_peft"):
         assert not torch.equal(texts[0], base_texts[0])
-    assert "the memory as it was writes texts for the anchor, 3 of 10" in caplog.text
+    assert "the memory as it was writes 3 texts of 10 tokens for the anchor" in caplog.text
     with_former = write_own_text(model, texts=3, tokens=10, reference="former")
     assert torch.equal(texts.written, with_former)
     model.set_adapter("default")
@@ -151,24 +151,25 @@ def test_a_model_without_a_start_of_text_is_named():
 
 def test_texts_are_written_when_they_are_needed_and_then_kept(caplog):
     model = make_model()
-    texts = OwnText(model, texts=5, tokens=10, seed=4, batch_size=2)
+    texts = OwnText(model, texts=5, tokens=10, seed=4, first=2)
     assert len(texts) == 5 and texts.shape == (5, 10) and texts.written.shape == (0, 10)
     with caplog.at_level("INFO", logger="locas_peft"):
+        second = texts[1]
+        assert texts.written.shape == (2, 10)
         third = texts[2]
-    assert texts.written.shape == (4, 10)
+    assert texts.written.shape == (5, 10)
     messages = [record.message for record in caplog.records if record.name.startswith("locas_peft")]
-    assert messages == ["the base writes texts for the anchor, 2 of 10 tokens at a time"]
-    assert torch.equal(texts[2], third) and texts.written.shape == (4, 10)
-    for index, count, seed in ((1, 2, 4), (2, 2, 5), (4, 1, 6)):
-        batch = write_own_text(model, texts=count, tokens=10, seed=seed)
-        assert torch.equal(texts[index], batch[index % 2])
-    with pytest.raises(ValueError, match="^batch_size must be at least 1, got 0: raise it"):
-        OwnText(model, batch_size=0)
+    assert messages == ["the base writes 2 texts of 10 tokens for the anchor"]
+    assert torch.equal(texts[1], second) and torch.equal(texts[2], third)
+    batches = [write_own_text(model, n, tokens=10, seed=seed) for n, seed in ((2, 4), (3, 5))]
+    assert torch.equal(texts.written, torch.cat(batches))
+    with pytest.raises(ValueError, match="^first must be at least 1, got 0: raise it"):
+        OwnText(model, first=0)
 
 
 def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance():
     trainer = make_trainer()
-    options = {"texts": 3, "tokens": 12, "batch_size": 3}
+    options = {"texts": 3, "tokens": 12, "first": 3}
     texts = OwnText(trainer.model, **options)
     lazy = make_trainer(steps=[Anchor(texts, every=3)])
     texts._model = lazy.model
@@ -280,7 +281,7 @@ def test_a_writer_records_the_chunk_and_not_the_anchor():
 
 
 def make_lazy(seed: int = 0) -> Anchor:
-    return Anchor(OwnText(make_model(), 4, 12, seed, batch_size=2), every=2)
+    return Anchor(OwnText(make_model(), 4, 12, seed, first=2), every=2)
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,13 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
         lambda *given: written.append(given) or torch.ones(2, 8),
     )
     texts = [
-        OwnText(model, texts=4, tokens=8, batch_size=2) for model in (host, share_weights(host))
+        OwnText(model, texts=4, tokens=8, first=2) for model in (host, share_weights(host))
     ]
     assert torch.equal(texts[0][3], texts[1][3])
     start = ((host.config.bos_token_id,),) * 2
     assert [given[1:] for given in written] == [(2, 8, 0, start, None), (2, 8, 1, start, None)]
-    assert OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,)
-    assert OwnText(host, texts=4, tokens=8, batch_size=2, beginnings=[[3]])[0].shape == (8,)
+    assert OwnText(host, texts=4, tokens=8, seed=5, first=2)[0].shape == (8,)
+    assert OwnText(host, texts=4, tokens=8, first=2, beginnings=[[3]])[0].shape == (8,)
     assert len(written) == 4
 
 

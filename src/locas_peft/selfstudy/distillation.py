@@ -152,7 +152,7 @@ class Distillation:
                 model,
                 texts=OWN_TEXTS,
                 seed=settings.seed,
-                batch_size=OWN_TEXTS,
+                first=OWN_TEXTS,
                 beginnings=self._draw_beginnings(),
                 reference=self._reference,
             )

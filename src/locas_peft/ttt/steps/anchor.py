@@ -228,13 +228,17 @@ def _is_plain(head: nn.Module | None) -> bool:
 
 
 class OwnText:
-    """Texts of `write_own_text`, each written at its first use, once in a process.
+    """Texts of `write_own_text`, written when they are needed, once in a process.
+
+    They are written in two batches. A batch of many texts takes little longer than one of a few,
+    and a short reading uses only a few.
 
     Args:
         model: a causal language model, plain or with adapters.
         texts, tokens: n and L.
-        seed: of the first batch; each batch has the next one.
-        batch_size: texts that are written at once.
+        seed: of the first batch; the second one has the next number.
+        first: how many texts are written when the first one is used. The others are written when
+            one of them is used.
         beginnings, reference: see `write_own_text`.
 
     `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
@@ -246,20 +250,20 @@ class OwnText:
         texts: int = 32,
         tokens: int = 128,
         seed: int = 0,
-        batch_size: int = 4,
+        first: int = 8,
         beginnings: Sequence[Sequence[int]] | None = None,
         reference: str | None = None,
     ):
         check_whole("texts", texts, 1)
         check_whole("tokens", tokens, 2)
-        check_whole("batch_size", batch_size, 1)
+        check_whole("first", first, 1)
         host = CausalLM(model)
         self._beginnings = _complete_beginnings(host, beginnings, tokens)
         self.shape = torch.Size((texts, tokens))
         self.written = torch.empty(0, tokens, dtype=torch.long, device=host.device)
         self._model = model
         self._seed = seed
-        self._batch_size = batch_size
+        self._first = first
         self.reference = reference
 
     @property
@@ -270,7 +274,7 @@ class OwnText:
             "texts": texts,
             "tokens": tokens,
             "seed": self._seed,
-            "batch_size": self._batch_size,
+            "first": self._first,
             "beginnings": [list(beginning) for beginning in self._beginnings],
         }
 
@@ -286,8 +290,8 @@ class OwnText:
     def _write_next_batch(self) -> None:
         begun = len(self.written)
         texts, tokens = self.shape
-        count = min(self._batch_size, texts - begun)
-        seed = self._seed + begun // self._batch_size
+        count = texts - begun if begun else min(self._first, texts)
+        seed = self._seed + 1 if begun else self._seed
         # The first batch tells the user why nothing else happens for a while.
         level = logging.DEBUG if begun else logging.INFO
         # Text number i has the beginning number i, in turns.
@@ -349,7 +353,7 @@ def _write_batch(
     reference: str | None,
 ) -> Tensor:
     writer = "the base" if reference is None else "the memory as it was"
-    message = "%s writes texts for the anchor, %d of %d tokens at a time"
+    message = "%s writes %d texts of %d tokens for the anchor"
     _logger.log(level, message, writer, len(beginnings), tokens)
     return write_own_text(model, len(beginnings), tokens, seed, beginnings, reference)
 
