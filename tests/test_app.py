@@ -231,12 +231,42 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     change_config(tmp_path / "one", r=10**9)
     pack(tmp_path / "one", tmp_path / "one.zip")
     with pytest.raises(ValueError) as refusal:
-        shelf.unpack(tmp_path / "one.zip", "two", model.check)
+        shelf.unpack(tmp_path / "one.zip", "two", model.adopt)
     assert str(tmp_path) not in str(refusal.value) and "\n" not in str(refusal.value)
     pack_memory_of(make_host("llama"), tmp_path / "other.zip")
     with pytest.raises(ValueError, match="this memory was made for another base"):
-        shelf.unpack(tmp_path / "other.zip", "two", model.check)
+        shelf.unpack(tmp_path / "other.zip", "two", model.adopt)
     assert os.listdir(shelf.folder) == []
+
+
+def test_an_uploaded_memory_gets_the_name_of_the_pages_base(shelf, tmp_path, made, model):
+    own = tmp_path / "own"
+    shutil.copytree(made, own)
+    change_config(own, base_model_name_or_path=BASE)
+    put(shelf, own, "one")
+    for name, base in (("two", "someone/else"), ("three", None)):
+        shutil.copytree(made, tmp_path / name)
+        change_config(tmp_path / name, base_model_name_or_path=base)
+        (tmp_path / name / "model.sig").touch()
+        pack(tmp_path / name, tmp_path / f"{name}.zip")
+        folder = shelf.folder / shelf.unpack(tmp_path / f"{name}.zip", name, model.adopt)
+        # The signature was that of another config.
+        assert not (folder / "model.sig").exists()
+    assert shelf.name_base() == BASE
+    pack(own, tmp_path / "own.zip")
+    folder = shelf.folder / shelf.unpack(tmp_path / "own.zip", "four", model.adopt)
+    for file in os.listdir(folder):
+        assert (folder / file).read_bytes() == (own / file).read_bytes()
+
+
+def test_a_memory_without_its_tensors_is_not_packed(tmp_path, made):
+    shutil.copytree(made, tmp_path / "one")
+    (tmp_path / "one" / "adapter_model.safetensors").rename(tmp_path / "one" / "adapter_model.bin")
+    with pytest.raises(
+        ValueError, match="^memory 'one' must have a file adapter_model.safetensors"
+    ):
+        pack(tmp_path / "one", tmp_path / "one.zip")
+    assert not (tmp_path / "one.zip").exists()
 
 
 def test_the_path_of_a_folder_is_hidden_as_it_is_and_as_windows_messages_quote_it():
@@ -276,7 +306,7 @@ def test_an_uploaded_memory_must_be_sound_beside_its_tensors(
     (tmp_path / "one" / file).write_bytes(damaged)
     pack(tmp_path / "one", tmp_path / "one.zip")
     with pytest.raises(ValueError, match=f"^{message}"):
-        shelf.unpack(tmp_path / "one.zip", "two", model.check)
+        shelf.unpack(tmp_path / "one.zip", "two", model.adopt)
     assert os.listdir(shelf.folder) == []
 
 
@@ -288,7 +318,7 @@ def test_embeddings_of_an_uploaded_memory_do_not_reach_other_visitors(
         base.get_input_embeddings().weight.mul_(3)
     pack_memory_of(base, tmp_path / "other.zip", save_embedding_layers=True)
     before = snapshot(loaded[0])
-    assert shelf.unpack(tmp_path / "other.zip", "two", model.check) == "two"
+    assert shelf.unpack(tmp_path / "other.zip", "two", model.adopt) == "two"
     assert same(loaded[0], before)
 
 

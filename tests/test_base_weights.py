@@ -69,9 +69,7 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
         "locas_peft.ttt.steps.anchor.write_own_text",
         lambda *given: written.append(given) or torch.ones(2, 8),
     )
-    texts = [
-        OwnText(model, texts=4, tokens=8, first=2) for model in (host, share_weights(host))
-    ]
+    texts = [OwnText(model, texts=4, tokens=8, first=2) for model in (host, share_weights(host))]
     assert torch.equal(texts[0][3], texts[1][3])
     start = ((host.config.bos_token_id,),) * 2
     assert [given[1:] for given in written] == [(2, 8, 0, start, None), (2, 8, 1, start, None)]

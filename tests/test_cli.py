@@ -211,7 +211,7 @@ def test_read_writes_a_memory_and_each_option_is_in_its_record(run, tmp_path):
     assert names(tmp_path) == ["a", "r.json", "text.txt"]
     assert names(tmp_path / "a" / "memory") == MEMORY_FILES
     value = load_json(tmp_path / "r.json")
-    assert read_stages(tmp_path / "a" / "memory") == [value]
+    assert read_stages(tmp_path / "a" / "memory") == [{**value, "memory_dir": None}]
     expected = {"r": 4, "init": "random", "learning_rate": 0.01, "scaling": 3.0, "anchor": 0.5}
     expected |= {"anchor_every": 2, "window": 64, "stride": 32, "context": "recompute", "seed": 3}
     expected |= {"max_tokens": 40, "readings": 2, "warmup_steps": 1, "decay_steps": 7}
@@ -553,7 +553,7 @@ def test_a_study_of_given_exchanges_goes_on_with_a_reading(run, tmp_path):
     stages = read_stages(tmp_path / "m")
     assert [stage["stage"] for stage in stages] == ["read", "study"]
     assert all(stage.items() >= shape.items() for stage in stages)
-    assert stages[1] == load_json(tmp_path / "r.json")
+    assert stages[1] == {**load_json(tmp_path / "r.json"), "memory_dir": None}
     assert (stages[1]["steps"], stages[1]["given"]) == (2, True)
     assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
     assert load_json(tmp_path / "m" / "exchanges.jsonl")["answer"] == "The old man."
@@ -778,6 +778,12 @@ def test_a_table_of_texts_need_not_keep_them(run, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     printed(run, "read --manifest rows.jsonl --library rows --no-keep-text --r 4", *FAST)
     assert names(tmp_path / "rows" / "row") == PUSHED_FILES
+    # Also where the memories were made before.
+    table = "read --manifest rows.jsonl --library kept --r 4"
+    printed(run, table, *FAST)
+    assert {*names(tmp_path / "kept" / "row")} > KEPT
+    printed(run, f"{table} --no-keep-text", *FAST)
+    assert names(tmp_path / "kept" / "row") == PUSHED_FILES
 
 
 def test_a_memory_goes_on_as_it_was_made(run, tmp_path):

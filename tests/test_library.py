@@ -19,7 +19,7 @@ from locas_peft.files import write_json
 from locas_peft.library import Library, LibraryAnswerer, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
-from locas_peft.memories.folder import pack
+from locas_peft.memories.folder import check_vacant, pack
 from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
 from locas_peft.stages import ReadSettings, load_records
 
@@ -318,6 +318,25 @@ def test_memories_of_two_bases_are_refused(library, base):
     change_config(library.find("lamp"), base_model_name_or_path="another")
     with pytest.raises(ValueError, match="a library must hold memories of one base, got "):
         library.name_base()
+
+
+def test_one_base_may_be_named_by_several_paths_and_by_none(library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {"base_model_name_or_path": str(tmp_path / "base")}
+    change_config(library.find("lamp"), **config)
+    change_config(library.find("bread"), base_model_name_or_path="base")
+    assert library.name_base() in ("base", str(tmp_path / "base"))
+    change_config(library.find("bread"), base_model_name_or_path=None)
+    assert library.name_base() == str(tmp_path / "base")
+    change_config(library.find("lamp"), base_model_name_or_path=None)
+    assert library.name_base() is None
+
+
+def test_a_library_is_no_place_for_a_single_memory(library, tmp_path):
+    with pytest.raises(ValueError, match="^--out .* holds a library: give --library, or choose "):
+        check_vacant(library.folder)
+    check_vacant(library.find("lamp"), overwrite=True)
+    check_vacant(tmp_path)
 
 
 def test_a_memory_that_goes_on_is_found_by_both_texts(library, base):

@@ -104,7 +104,7 @@ def test_sentences_longer_than_the_model_are_cut(base):
     assert find_source(*base, sentences, "Who lit the lamp?" + " Who?" * 100) in sentences
 
 
-def test_answers_get_the_source_of_their_memory(prompts, tmp_path):
+def test_answers_get_the_source_of_their_memory(prompts, tmp_path, caplog):
     prompts.likeliest = "Peder"
     lamp, bread = tmp_path / "lamp", tmp_path / "bread"
     for folder in (lamp, bread):
@@ -114,6 +114,10 @@ def test_answers_get_the_source_of_their_memory(prompts, tmp_path):
     sourced = add_sources(None, None, [answer] * 4, [lamp, None, bread, str(lamp)])
     assert [one.source for one in sourced] == [SENTENCES[1], None, None, SENTENCES[1]]
     assert all(one.text == answer.text for one in sourced)
+    (bread / TEXT).write_bytes(b"\xff")
+    sourced = add_sources(None, None, [answer] * 2, [bread, lamp])
+    assert [one.source for one in sourced] == [None, SENTENCES[1]]
+    assert "memory 'bread' has no source: text must be UTF-8" in caplog.text
 
 
 def test_a_memory_without_its_text_is_refused_in_one_line(tmp_path):

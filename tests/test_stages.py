@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
 from locas_peft.evaluation.runs import summarize_stage
-from locas_peft.files import format_json
+from locas_peft.files import check_output_directory, format_json
 from locas_peft.memories import (
     CHECKPOINT_FOLDER,
     RECORD,
@@ -350,7 +350,7 @@ def test_settings_make_the_anchor(base, window, stride, tokens):
         assert (made.weight, made.every, made.texts.shape) == (0.5, 4, (32, tokens))
         # More tokens take seconds to write.
         if tokens <= 16:
-            own = write_own_text(model, texts=4, tokens=tokens, seed=3)
+            own = write_own_text(model, texts=8, tokens=tokens, seed=3)
             assert torch.equal(made.texts[3], own[3])
     with attached(base, small()) as model:
         assert make_trainer(model, small()).steps == []
@@ -738,11 +738,11 @@ def study_settings(**given) -> StudySettings:
     return complete(StudySettings(**{**defaults, **given}))
 
 
-@pytest.mark.parametrize(("passages", "norm"), [(2, None), (8, None), (3, 1.0)])
-def test_a_study_of_too_many_passages_keeps_the_norm_clip(
+@pytest.mark.parametrize(("passages", "norm"), [(2, 1.0), (8, None), (3, 1.0)])
+def test_a_study_without_discriminants_keeps_the_norm_clip(
     passages, norm, base, tokenizer, input_ids, tmp_path
 ):
-    # Of 16 slots 8 passages have rows that tell them apart, of 4 slots none of 3.
+    # Of 16 slots 3 to 8 passages have rows that tell them apart, of 4 slots none of 3.
     settings = study_settings(r=4 if passages == 3 else 16)
     exchanges = GIVEN[:passages]
     stages.study(base, tokenizer, input_ids, settings, Place(out=tmp_path), exchanges=exchanges)
@@ -852,6 +852,79 @@ def test_a_reading_in_place_that_was_killed_after_its_memory_was_saved_is_finish
     assert load_records(tmp_path)[1:] == [record]
     assert (tmp_path / WEIGHTS).read_bytes() == before
     assert not (tmp_path / CHECKPOINT_FOLDER).exists()
+
+
+def test_another_text_is_learned_after_such_a_kill(input_ids, tmp_path, monkeypatch):
+    read(small(r=4), out=tmp_path)
+    place = {**place_in(tmp_path), "start": tmp_path}
+    with monkeypatch.context() as patched:
+        patched.setattr(running.StageRun, "drop_checkpoint", lambda run: None)
+        read(small(r=4), **place, checkpoint_seconds=0)
+    record = read(small(r=4), input_ids[:150], **place, resume=True)
+    records = load_records(tmp_path)
+    assert len(records) == 3 and records[-1] == record
+    assert record.text_sha256 == text.digest_ids(input_ids[:150])
+
+
+def test_a_finished_memory_loses_its_text_where_none_is_to_be_kept(tmp_path):
+    texts = {"sample": "lamp", "kept_text": "The lamp."}
+    read(small(r=4), out=tmp_path, **texts)
+    read(small(r=4), out=tmp_path, resume=True, on_step=pytest.fail)
+    assert (tmp_path / "text.txt").exists() and (tmp_path / "sample.txt").exists()
+    read(small(r=4), out=tmp_path, resume=True, on_step=pytest.fail, **dict.fromkeys(texts, ""))
+    assert sorted(os.listdir(tmp_path)) == sorted(FILES)
+
+
+def test_patterns_of_a_file_are_not_matched_where_its_memory_is_studied_further(
+    base, tokenizer, input_ids, tmp_path
+):
+    read(small(r=4), out=tmp_path / "read")
+    path = tmp_path / "read" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    place = functools.partial(Place, out=tmp_path / "both", overwrite=True)
+    options = {"start": tmp_path / "read", "exchanges": GIVEN}
+    settings = study_settings(r=4, passes=1, anchor=0.1)
+    learned = []
+    for pattern in (config["target_modules"], "(([a-z0-9._]+)+)+!"):
+        path.write_text(json.dumps({**config, "target_modules": pattern}))
+        began = time.process_time()
+        stages.study(base, tokenizer, input_ids, settings, place(), **options)
+        learned.append(load_file(tmp_path / "both" / WEIGHTS))
+    assert time.process_time() - began < 60
+    assert_same(*learned)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"curve": []}, "record.json must be one that this version wrote .its curve is empty.: "),
+        ({"curve": [[1]]}, "record.json must be one that this version wrote "),
+        ({"model": 5}, "model must be a string, got 5: give its name"),
+    ],
+)
+def test_a_record_that_no_stage_wrote_is_refused(changed, message, tmp_path):
+    read(small(r=4), out=tmp_path)
+    content = json.loads((tmp_path / RECORD).read_text())
+    content["stages"][0].update(changed)
+    (tmp_path / RECORD).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        load_records(tmp_path)
+
+
+def test_the_file_of_a_record_does_not_say_where_the_memory_was_made(tmp_path):
+    record = read(small(r=4), out=tmp_path / "one")
+    assert record.memory_dir == str(tmp_path / "one")
+    assert str(tmp_path) not in (tmp_path / "one" / RECORD).read_text()
+    (tmp_path / "one").rename(tmp_path / "two")
+    (loaded,) = load_records(tmp_path / "two")
+    assert loaded.memory_dir == str(tmp_path / "two")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are Unicode on Windows")
+def test_a_folder_whose_name_is_not_unicode_is_refused_before_the_reading(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/m\xe9")
+    with pytest.raises(ValueError, match=r"^--out must be valid UTF-8, got '.*m.udce9': rename "):
+        check_output_directory("--out", folder)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -167,6 +167,34 @@ def test_a_row_of_a_study_has_the_settings_of_a_study(tmp_path):
     assert second.error.startswith("settings must be those of the command, got 'stride': ")
 
 
+def test_settings_may_have_the_names_of_the_commands_options(tmp_path):
+    row = {"name": "ann", "text": "a b", "max-tokens": 9, "layers": "0,1"}
+    (document,) = load(tmp_path, row)
+    assert document.settings == replace(SETTINGS, max_tokens=9, layers_to_transform=[0, 1])
+    pytest.importorskip("datasets")
+    path = tmp_path / "d.csv"
+    path.write_text('name,text,max-tokens,layers\nann,a b,9,"0,1"\nbob,a b,,1\n')
+    ann, bob = load_table(str(path), SETTINGS)
+    assert ann.settings == document.settings
+    assert bob.settings == replace(SETTINGS, layers_to_transform=[1])
+    (wrong,) = load(tmp_path, {**row, "layers": "lower"})
+    assert (
+        wrong.error
+        == "must be upper, or indices separated by commas, got 'lower': write 3,4,5, say"
+    )
+
+
+def test_the_text_of_a_row_is_checked_as_that_of_a_file_is(tmp_path):
+    texts = ("one\r\ntwo", "one\0two", " \n\n ")
+    rows = [{"name": f"n{number}", "text": text} for number, text in enumerate(texts)]
+    windows, zero, white = load(tmp_path, *rows)
+    assert windows.load() == "one\ntwo"
+    with pytest.raises(ValueError, match="^text must be plain text, got zero bytes in row 2: "):
+        zero.load()
+    with pytest.raises(ValueError, match="^text must not be empty, got nothing but .* in row 3: "):
+        white.load()
+
+
 def test_a_table_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "empty.json").touch()
     for name, message in (

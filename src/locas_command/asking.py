@@ -171,7 +171,7 @@ def _join_words(arguments: Sequence[str]) -> list[str]:
 
 def _show_answer(answer: Any, stdout: Console, named: bool) -> None:
     """Print a question, the answer and its gold answer; where `named`, the memory too."""
-    stdout.print(answer.question.question, style="bold")
+    stdout.print(without_controls(answer.question.question), style="bold")
     if named:
         _show_memories(answer, stdout)
     line = answer.text

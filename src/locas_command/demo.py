@@ -196,8 +196,8 @@ def app(
             to their network.
         port: of the address; 0 for any free one.
         no_browser: only print the page's address.
-        model: as for the other commands; where not given, smollm2 if it is installed, else the
-            embedded one.
+        model: as for the other commands; where not given, that of the shelf's memories, else
+            smollm2 if it is installed, else the embedded one.
         device: cpu, cuda, cuda:1, ... or auto.
         source: show below each answer the sentence of the text that fits the question best.
     """
@@ -213,10 +213,16 @@ def app(
     import_extra("gradio", "app", "the page")
     from locas_peft.app.page import serve
     from locas_peft.app.sessions import SharedModel, Visitors
+    from locas_peft.library import Library
 
+    library = None if shelf is None else Library(shelf)
+    if model is None and library is not None:
+        model = library.name_base()
     name = model or demo.choose_model()
     stderr.print(f"loading {name}")
     base = load(BaseOptions(model=name, device=device))
+    if library is not None:
+        library.check_base(base.name)
     shared = SharedModel(base.name, base.model, base.tokenizer, shows_source=source)
 
     def announce(address: str) -> None:

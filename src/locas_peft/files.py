@@ -315,6 +315,11 @@ def check_output_directory(option: str, path: str | Path) -> None:
     Nothing is written. `option` is the name of the option that gives the folder.
     """
     path = Path(os.path.abspath(path))
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        # safetensors would refuse it after the work.
+        raise ValueError(f"{option} must be valid UTF-8, got {str(path)!a}: rename it") from None
     existing = next(filter(os.path.lexists, (path, *path.parents)), None)
     if existing is None:
         # Windows has no such drive.

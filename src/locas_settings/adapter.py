@@ -41,9 +41,13 @@ def parse_name(type_: Any, tokens: Sequence) -> str:
     return GivenName(tokens[0].value)
 
 
-def _parse_layers(type_: Any, tokens: Sequence) -> list[int] | str:
-    """Parse the value of --layers: "upper", or indices separated by commas."""
-    value = tokens[0].value
+def _convert_layers(type_: Any, tokens: Sequence) -> list[int] | str:
+    """Return the value of the option --layers."""
+    return parse_layers(tokens[0].value)
+
+
+def parse_layers(value: str) -> list[int] | str:
+    """Parse layers: "upper", or indices separated by commas; others are a `ValueError`."""
     if value == "upper":
         return value
     try:
@@ -109,7 +113,7 @@ class AdapterSettings:
         Any,
         Parameter(
             name="--layers",
-            converter=_parse_layers,
+            converter=_convert_layers,
             help="the layers that get an adapter: upper, or indices such as 3,4,5; all where not "
             "given.",
         ),
@@ -142,6 +146,10 @@ class AdapterSettings:
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, METHODS)
+        for name in ("model", "dtype"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise invalid(name, "be a string", repr(value), "give its name")
         for name, value in vars(self).items():
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise invalid(name, f"be at most {LARGEST:,}", f"{value:,}", "lower it")

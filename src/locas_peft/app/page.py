@@ -488,7 +488,7 @@ class _Page:
     def _unpack(self, visitor: Visitor, path: str) -> Iterator[list]:
         # The field is empty again, also where the memory is refused.
         yield [None, gr.skip(), gr.skip()]
-        name = visitor.shelf.unpack(Path(path), propose_name(Path(path).stem), self._model.check)
+        name = visitor.shelf.unpack(Path(path), propose_name(Path(path).stem), self._model.adopt)
         yield [None, *self._show_shelf(visitor, name, name)]
 
     def _pack(self, visitor: Visitor, chosen: str) -> gr.File:
@@ -610,6 +610,9 @@ def _describe_chosen(shelf: Library | None, chosen: str | None) -> str:
     if shelf is None or chosen is None:
         return "<p class='line'>Choose a memory to rename, download or delete it.</p>"
     memory = describe_memory(shelf.find(chosen))
-    layers = f"{memory['r']} slots beside each of {len(memory['layers'])} FFNs of {memory['base']}"
+    layers = "an adapter"
+    if memory["layers"]:
+        layers = f"{memory['r']} slots beside each of {len(memory['layers'])} FFNs"
     size = f"{memory['parameters']:,} parameters, {memory['bytes'] / 1e6:.1f} MB"
-    return f"<p class='line'>{escape(layers)}: {size}</p>"
+    line = f"{layers} of {memory['base']}: {size}"
+    return f"<p class='line'>{escape(line)}</p>"

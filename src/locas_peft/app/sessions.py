@@ -26,6 +26,7 @@ from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
 from ..checks import hide_folder
+from ..files import is_same_folder
 from ..library import Library, add_sources, check_name, make_sample
 from ..library.routing import list_passages
 from ..library.source import holds_text
@@ -37,7 +38,7 @@ from ..memories import (
     share_weights,
 )
 from ..memories.checkpoint import locked
-from ..memories.folder import TEXT
+from ..memories.folder import TEXT, set_base
 from ..model import count_positions
 from ..selfstudy import Exchange, StudyStep
 from ..stages import (
@@ -254,9 +255,14 @@ class SharedModel:
         """
         return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
-    def check(self, memory: Path) -> None:
-        """Raise a `ValueError` unless a folder holds a sound LOCAS memory for this base."""
-        kind = load_memory_config(memory)["peft_type"]
+    def adopt(self, memory: Path) -> None:
+        """Check an uploaded memory; where it names another base, name this one in its config.
+
+        Its base may have lain in another folder. A folder without a sound LOCAS memory for this
+        base is a `ValueError`.
+        """
+        config = load_memory_config(memory)
+        kind = config["peft_type"]
         if kind != "LOCAS":
             raise ValueError(
                 f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made"
@@ -267,6 +273,9 @@ class SharedModel:
         list_passages(memory)
         if holds_text(memory):
             load_text(memory / TEXT)
+        base = config.get("base_model_name_or_path")
+        if base is None or not is_same_folder(base, self.name):
+            set_base(memory, self.name)
 
     def close(self) -> None:
         """Stop all readings, keeping what was learned, and wait for their end."""

@@ -339,46 +339,50 @@ class Library:
             with suppress(FileNotFoundError):
                 shutil.rmtree(forgotten)
 
-    def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
+    def unpack(self, archive: Path, name: str, adopt: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
 
-        `check` is called with the unpacked folder, and raises a `ValueError` for one of which
-        nothing shall be left.
+        `adopt` is called with the unpacked folder, which it may change. It raises a `ValueError`
+        for one of which nothing shall be left.
         """
         with self.new(name) as folder:
             with staged(folder) as unpacked:
                 unpack(archive, unpacked)
                 try:
-                    check(unpacked)
+                    adopt(unpacked)
                 except ValueError as error:
                     # Visitors need not know where the library is.
                     raise ValueError(hide_folder(str(error), unpacked, name)) from None
             return folder.name
 
     def name_base(self) -> str | None:
-        """Return the base's name, None in an empty library; a `ValueError` for two bases.
+        """Return the base's name, None where no memory has one; a `ValueError` for two bases.
 
         A damaged memory is left out, and a warning is logged.
         """
-        memories = {base: name for name, base in self._find_bases(self.list())}
-        if len(memories) > 1:
-            (base, memory), (other_base, other_memory) = list(memories.items())[:2]
-            raise ValueError(
-                "a library must hold memories of one base, "
-                f"got {base!r} of {memory!r} and {other_base!r} of {other_memory!r}: "
-                "keep them in two libraries"
-            )
-        return next(iter(memories), None)
+        first: tuple[str, str] | None = None
+        for name, base in self._find_bases(self.list()):
+            if first is None:
+                first = name, base
+            elif not is_same_folder(base, first[1]):
+                raise ValueError(
+                    "a library must hold memories of one base, "
+                    f"got {base!r} of {name!r} and {first[1]!r} of {first[0]!r}: "
+                    "keep them in two libraries"
+                )
+        return None if first is None else first[1]
 
-    def _find_bases(self, names: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-        """Yield the name of each memory whose config is sound, and that of its base."""
+    def _find_bases(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield the name of each memory and that of its base, where a sound config has one."""
         for name in names:
             try:
                 config = load_memory_config(self._locate(name))
             except ValueError as error:
                 _logger.warning("memory %r cannot be opened: %s", name, first_line(error))
                 continue
-            yield name, config.get("base_model_name_or_path")
+            base = config.get("base_model_name_or_path")
+            if base is not None:
+                yield name, base
 
     def check_base(self, name: str) -> None:
         """Raise a `ValueError` where a base is not that of a memory here."""

@@ -27,7 +27,8 @@ def check_name(name: str) -> str:
     if is_reserved(name):
         rule = "be one that no system reserves for a device"
         raise invalid("name", rule, repr(name), "choose another")
-    size = len(name.encode())
+    # Of some letters, the folded form is longer.
+    size = max(len(name.encode()), len(fold_name(name).encode()))
     if size > _MOST_BYTES:
         rule = f"have at most {_MOST_BYTES} bytes in UTF-8"
         raise invalid("name", rule, f"{size} in {name!r}", "choose a shorter one")

@@ -5,6 +5,7 @@ one after which it finds the question likeliest: query likelihood (Sachan et al.
 arXiv:2204.07496). Nothing is stored but the text.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from torch import nn
 from ..asking import Answer
 from ..asking.prompts import WRITE_PROMPT, encode_answer, encode_prompt
 from ..asking.scoring import score_targets
+from ..checks import first_line
 from ..memories.folder import TEXT
 from ..model import count_positions
 from ..text import load_text, split_sentences
 from ..tuner import adapters_disabled
 from .routing import score_by_words
+
+_logger = logging.getLogger(__name__)
 
 __all__ = ["add_sources", "check_text", "find_source", "holds_text", "join_texts"]
 
@@ -66,8 +70,10 @@ def add_sources(
         answers: to questions.
         memories: the folder of the memory that gave each answer; None for the base.
 
+    A text that cannot be read is left out, and a warning is logged.
+
     Raises:
-        ValueError: the package bm25s is missing, or a text is not UTF-8.
+        ValueError: the package bm25s is missing.
     """
     # A text is split and indexed once for all of its questions.
     asked: dict[Path, list[str]] = {}
@@ -76,7 +82,11 @@ def add_sources(
             asked.setdefault(Path(memory), []).append(answer.question.question)
     sources = {}
     for folder, questions in asked.items():
-        sentences = split_sentences(load_text(folder / TEXT))
+        try:
+            sentences = split_sentences(load_text(folder / TEXT))
+        except ValueError as error:
+            _logger.warning("memory %r has no source: %s", folder.name, first_line(error))
+            continue
         sources[folder] = iter(_find_sources(model, tokenizer, sentences, questions))
     sourced = []
     for answer, memory in zip(answers, memories, strict=True):

@@ -22,6 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from locas_settings import StageSettings
+from locas_settings.adapter import parse_layers
 
 from ..bases import load_base
 from ..checks import first_line, import_extra
@@ -30,7 +31,7 @@ from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
 from ..stages import ReadSettings, choose_values
-from ..text import cut_text, load_text, unwrap
+from ..text import cut_text, load_text, normalize_text, unwrap
 from .library import Library
 from .names import FAILURES, check_name
 from .routing import make_sample
@@ -75,7 +76,9 @@ class Document:
         """Return the text; a row or a file that cannot be used is a `ValueError`."""
         if self.error:
             raise ValueError(self.error)
-        return self.text if isinstance(self.text, str) else load_text(self.text)
+        if isinstance(self.text, str):
+            return normalize_text(self.text, f"row {self.line}")
+        return load_text(self.text)
 
     def measure(self) -> int:
         """Return the size of the text in characters or bytes; 0 for a file that cannot be read."""
@@ -99,7 +102,7 @@ def load_table(source: str, settings: StageSettings) -> list[Document]:
     if Path(source).suffix.lower() == ".jsonl":
         rows = parse_json_lines(load_text(source).split("\n"), dict)
     else:
-        known = {*_COLUMNS, *_list_fields(settings), *_OPTIONS}
+        known = {*_COLUMNS, *_list_fields(settings)}
         rows = enumerate((_keep(row, known) for row in load_rows(source)), 1)
     documents = []
     for line, row in rows:
@@ -119,7 +122,7 @@ def _keep(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """Return a row's values of some names; a whole number in a column of floats is an int."""
     kept = {}
     for name, value in row.items():
-        if name in names:
+        if _find_field(name) in names:
             # A CSV column of whole numbers is read as floats where a row has none.
             is_whole = isinstance(value, float) and value.is_integer()
             kept[name] = int(value) if is_whole else value
@@ -133,7 +136,7 @@ def _parse_row(
     values = {}
     for key, value in (row or {}).items():
         if value is not None:
-            values[_OPTIONS.get(key, key)] = value
+            values[_find_field(key)] = value
     name, text, file = (values.pop(key, None) for key in _COLUMNS)
     has_one = (text is None) != (file is None)
     if name is None or not has_one or not isinstance(text or file, str):
@@ -149,11 +152,20 @@ def _parse_row(
         raise ValueError("method must be one that learns, got 'none': choose another")
     if file == "-":
         raise ValueError("path must be a file, got standard input: name one, or give text")
+    layers = values.get("layers_to_transform")
+    if isinstance(layers, str | int):
+        values["layers_to_transform"] = parse_layers(str(layers))
     content = text or folder / file
     settings = replace(settings, **values)
     # Values that contradict each other are refused before the base is loaded.
     choose_values(settings)
     return Document(line, check_name(str(name)), content, settings)
+
+
+def _find_field(name: str) -> str:
+    """Return the field of the settings that a column or an option has the name of."""
+    field = name.replace("-", "_")
+    return _OPTIONS.get(field, field)
 
 
 def _list_fields(settings: StageSettings) -> set[str]:

@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME
 from .. import __version__, backbone
 from ..bases.gguf import is_gguf
 from ..checks import invalid, one_line
-from ..files import finish_replacement, staged, staged_file
+from ..files import finish_replacement, load_json, staged, staged_file, write_json
 from ..selfstudy.exchanges import EXCHANGES
 from ..tuner import LocasConfig
 from .base_sample import sample_weights
@@ -45,6 +45,7 @@ __all__ = [
     "make_card",
     "pack",
     "save_memory",
+    "set_base",
     "set_license",
     "unpack",
     "upload_memory",
@@ -111,6 +112,8 @@ def check_vacant(
     if os.path.lexists(folder / CONFIG_NAME):
         # transformers would load the memory with that model, and no memory would find its base.
         raise ValueError(f"{holds} a model, by its {CONFIG_NAME}: choose another folder")
+    if _is_library(folder):
+        raise ValueError(f"{holds} a library: give --library, or choose another folder")
     finish_replacement(folder)
     has_record = (folder / RECORD).exists() or (folder / READING).exists()
     is_memory = has_record and (folder / MEMORY_CONFIG).exists()
@@ -125,6 +128,13 @@ def check_vacant(
         raise ValueError(f"{holds} an unfinished reading or study: {remedy}")
     if is_memory and not (unfinished or overwrite or goes_on):
         raise ValueError(f"{holds} a memory: choose another folder, or give --overwrite")
+
+
+def _is_library(folder: Path) -> bool:
+    """Return whether a folder has memories in folders of their own, and is none itself."""
+    if (folder / MEMORY_CONFIG).exists():
+        return False
+    return any(not file.parent.name.startswith(".") for file in folder.glob(f"*/{MEMORY_CONFIG}"))
 
 
 def save_memory(
@@ -238,13 +248,27 @@ def set_license(directory: str | Path, license: str) -> None:
         card.save(temporary)
 
 
+def set_base(directory: str | Path, name: str) -> None:
+    """Name the base in a memory's config, and remove signatures, which are of the former config."""
+    path = Path(directory) / MEMORY_CONFIG
+    write_json(path, {**load_json(path), "base_model_name_or_path": name})
+    for signature in (SIGNATURE, TEXT_SIGNATURE):
+        (Path(directory) / signature).unlink(missing_ok=True)
+
+
 def escape(text: str) -> str:
     """Return a text as one line of Markdown that renders as that text, without markup or HTML."""
     return re.sub(r"[!-/:-@[-`{-~]", lambda match: f"&#{ord(match[0])};", one_line(text))
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write a memory's files, but no links, into a zip archive, which is not compressed."""
+    """Write a memory's files, but no links, into a zip archive, which is not compressed.
+
+    A memory whose tensors are in another file than that of safetensors is a `ValueError`.
+    """
+    if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+        rule = f"memory {folder.name!r} must have a file {SAFETENSORS_WEIGHTS_NAME} to be packed"
+        raise ValueError(f"{rule}, got none: save it again")
     # A reproducible image may date its files before 1980, where a zip's dates begin.
     with zipfile.ZipFile(archive, "w", strict_timestamps=False) as packed:
         for name in FILES:

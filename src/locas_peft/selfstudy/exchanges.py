@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import load_json_lines, staged_file
+from ..files import fold_name, load_json_lines, staged_file
 
 __all__ = [
     "EXCHANGES",
@@ -34,11 +34,15 @@ class Exchange:
 def correct(earlier: Sequence[Exchange], exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Return exchanges, and after them the earlier ones whose questions they do not ask.
 
-    Questions are compared word for word, whatever their case.
+    Questions are compared word for word, whatever their case and the form of their accents.
     """
-    asked = {exchange.question.casefold() for exchange in exchanges}
-    others = [exchange for exchange in earlier if exchange.question.casefold() not in asked]
+    asked = {_fold(exchange.question) for exchange in exchanges}
+    others = [exchange for exchange in earlier if _fold(exchange.question) not in asked]
     return [*exchanges, *others]
+
+
+def _fold(question: str) -> str:
+    return fold_name(" ".join(question.split()))
 
 
 def load_exchanges(path: str | Path) -> list[Exchange]:

@@ -16,7 +16,7 @@ from locas_settings import StudySettings
 from ..asking import encode_question
 from ..checks import invalid
 from ..model import CausalLM
-from ..slots.discriminants import FEWEST, can_tell_apart, restore_norm_clip
+from ..slots.discriminants import can_tell_apart, lift_norm_clip
 from ..text import Passage, split_passages
 from ..ttt.active import calibrate_empty
 from .distillation import Distillation, Former
@@ -24,7 +24,7 @@ from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, make_lesson
 from .writing import BLOCK, check_window, write_exchanges
 
-__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep", "separates"]
+__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
 
 _logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class SelfStudy:
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
-        settings: those of the study itself, and whether a fresh memory `separates`:
+        settings: those of the study itself. A fresh memory of `init` "topk" without `max_slot_norm`
+            gets the rows of `place_discriminants` where `can_tell_apart`, and loses its norm clip.
             exchanges: questions that the model writes about each passage, at most; None for
                 `PER_PASSAGE`.
             passes: the most times that each exchange is learned. None stands for
@@ -137,7 +138,8 @@ class SelfStudy:
         self._text = input_ids[:window].to(self._host.device)
         self._former = former
         self._per_passage = settings.exchanges or PER_PASSAGE
-        self._discriminants = former is None and separates(settings)
+        has_usual_rows = settings.init == "topk" and settings.max_slot_norm is None
+        self._discriminants = former is None and has_usual_rows
         self._load_writer = load_writer
         self._is_compiled = compiled
         self.exchanges = list(given or ())
@@ -259,8 +261,8 @@ class SelfStudy:
         self.exchanges = correct(earlier, self.exchanges)
         passages = len({exchange.answer for exchange in self.exchanges})
         tells_apart = self._discriminants and can_tell_apart(self._model, passages)
-        if self._discriminants and not tells_apart and passages >= FEWEST:
-            restore_norm_clip(self._model)
+        if tells_apart:
+            lift_norm_clip(self._model)
         self._distillation = Distillation(
             self._model,
             self._tokenizer,
@@ -302,16 +304,6 @@ class SelfStudy:
         self._distillation = None
         if state["distillation"] is not None:
             self._plan().load_state_dict(state["distillation"])
-
-
-def separates(settings: StudySettings) -> bool:
-    """Return whether a fresh memory gets rows that tell passages apart, and no norm clip.
-
-    They are those of `place_discriminants`, in the upper layers, where `can_tell_apart`. These
-    layers alone are then trained. Elsewhere the least steps are doubled. For too many passages the
-    clip is restored when these are known.
-    """
-    return settings.init == "topk" and settings.max_slot_norm is None
 
 
 def _check_passages(passages: int) -> None:

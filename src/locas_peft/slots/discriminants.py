@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from ..asking import begin_rows
 from ..asking.continuation import Groups, Rows
 from ..model import CausalLM
-from ..tuner import LocasConfig, LocasLayer, adapters_disabled, evaluating
+from ..tuner import LocasLayer, adapters_disabled, evaluating
 from ..tuner.attached import find_memories
 
 __all__ = [
-    "FEWEST",
     "can_tell_apart",
+    "lift_norm_clip",
     "place_discriminants",
-    "restore_norm_clip",
     "upper_layers_trained",
 ]
 
@@ -74,10 +73,10 @@ def can_tell_apart(model: nn.Module, passages: int) -> bool:
     return FEWEST <= passages <= width // 2
 
 
-def restore_norm_clip(model: nn.Module) -> None:
-    """Give the memory that is trained the norm clip that a `LocasConfig` has by default."""
+def lift_norm_clip(model: nn.Module) -> None:
+    """Take the norm clip from the memory that is trained: discriminants are longer than one."""
     name, _, layers = _find_trained(model)
-    layers[0].locas_config[name].max_slot_norm = LocasConfig.max_slot_norm
+    layers[0].locas_config[name].max_slot_norm = None
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def place_discriminants(
 ) -> None:
     """Give up to half of a memory's slots rows that tell passages apart, in its upper layers.
 
-    The memory is the one that is trained. It has no norm clip (`selfstudy.study.separates`). The
+    The memory is the one that is trained. It has no norm clip (`lift_norm_clip`). The
     gate row of a slot is open at the tokens of one passage and closed at all others; in a memory
     without gates its up row is. The passages take the slots in turns, at most `SLOTS_EACH` each.
     The slots' values become zero; others stay.

@@ -149,8 +149,10 @@ class ReadRecord(Record):
         record = super().from_json(value)
         try:
             curve = [(tokens, perplexity) for tokens, perplexity in record.curve]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise _make_unreadable(error) from None
+        if not curve:
+            raise _make_unreadable("its curve is empty")
         return dataclasses.replace(record, curve=curve)
 
     @classmethod
@@ -201,7 +203,7 @@ _SETTINGS: dict[type[Record], type[AdapterSettings]] = {
 }
 
 
-def _make_unreadable(error: Exception) -> ValueError:
+def _make_unreadable(error: object) -> ValueError:
     rule = f"{RECORD} must be one that this version wrote ({error})"
     return ValueError(f"{rule}: read the text again")
 
@@ -217,8 +219,8 @@ def _null_to_nan(value: Any) -> Any:
 
 
 def records_to_json(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the content of a memory's record file."""
-    return {"stages": [record.to_json() for record in records]}
+    """Return the content of a memory's record file, without the folder's path: it is pushed."""
+    return {"stages": [{**record.to_json(), "memory_dir": None} for record in records]}
 
 
 def load_records(directory: str | Path) -> list[Record]:
@@ -226,6 +228,12 @@ def load_records(directory: str | Path) -> list[Record]:
 
     A folder without a record, or with a damaged one, is a `ValueError`.
     """
+    folder = str(directory)
+    return [dataclasses.replace(each, memory_dir=folder) for each in _load_stages(directory)]
+
+
+def _load_stages(directory: str | Path) -> list[Record]:
+    """Return the records as they are in the file."""
     finish_replacement(directory)
     path = Path(directory) / RECORD
     former = Path(directory) / READING

@@ -3,6 +3,7 @@
 settings -> adapter -> stage -> steps -> memory's folder
 """
 
+import copy
 import json
 import logging
 import os
@@ -24,12 +25,11 @@ from locas_settings.adapter import SHAPE
 from ..checks import describe_difference
 from ..files import is_out_of_memory, is_same_folder
 from ..memories import checkpoint
-from ..memories.folder import TEXT, check_vacant
+from ..memories.folder import SAMPLE, TEXT, check_vacant
 from ..memories.loading import load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, Former, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
-from ..selfstudy.study import separates
 from ..text import digest_ids, digest_tokenizer, load_text
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
@@ -82,8 +82,8 @@ class Place:
         title: of the text, for the record and the model card.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
         kept_text: saved beside the memory: its sentences are the sources of answers. Where the
-            memory in `out` goes on, its former sample and text stay if none is given; an empty
-            one removes them.
+            memory in `out` goes on, its former sample and text stay if none is given. An empty
+            one removes them, also from a finished memory that is taken.
     """
 
     out: str | Path | None = None
@@ -420,8 +420,11 @@ def _open(
         if place.checkpoint_dir is not None:
             folder = stack.enter_context(checkpoint.locked(place.checkpoint_dir))
         origin = describe_origin(None if setup.goes_on_in_place else setup.start)
-        finished = _find_saved(setup, folder) or _check_out(setup, {**expected, "origin": origin})
+        finished = _find_saved(setup, folder, expected)
+        if finished is None:
+            finished = _check_out(setup, {**expected, "origin": origin})
         if finished is not None:
+            _remove_unwanted(place)
             run = StageRun(Stage(), place, folder, {})
             run.record = finished
             yield run
@@ -455,11 +458,11 @@ def _open(
             raise
 
 
-def _find_saved(setup: _Setup, folder: Path | None) -> Record | None:
+def _find_saved(setup: _Setup, folder: Path | None, expected: dict[str, Any]) -> Record | None:
     """Return the record of a stage in place that was killed after its memory was saved, or None.
 
     Its checkpoint, which the kill has left, is removed. With it the stage would go on from the
-    memory that it has made.
+    memory that it has made. A stage of another text goes on with that memory.
     """
     if folder is None or not (setup.place.resume and setup.goes_on_in_place):
         return None
@@ -472,7 +475,16 @@ def _find_saved(setup: _Setup, folder: Path | None) -> Record | None:
     if state is None or len(records) <= len(state["former"]) or records[-1].kind != state["stage"]:
         return None
     checkpoint.remove(folder)
-    return records[-1]
+    saved = records[-1]
+    return saved if saved.text_sha256 == expected["text_sha256"] else None
+
+
+def _remove_unwanted(place: Place) -> None:
+    """Remove what a finished memory has of its text and shall not have."""
+    assert place.out is not None  # the memory was found there
+    for name, text in ((SAMPLE, place.sample), (TEXT, place.kept_text)):
+        if text == "":
+            Path(place.out, name).unlink(missing_ok=True)
 
 
 def _check_out(setup: _Setup, expected: dict[str, Any]) -> Record | None:
@@ -591,13 +603,15 @@ def _attach(
     if start is not None:
         model = load_memory(base, start, trainable=True)
         if isinstance(settings, StudySettings):
+            # With the checked config: PEFT would load that of the file again.
+            config = copy.deepcopy(model.peft_config["default"])
+            config.inference_mode = True
+            model.add_adapter(REFERENCE, config)
             model.load_adapter(str(start), REFERENCE)
         return model
     config = METHODS[settings.method].make_config(settings, base)
     if config is None:
         return base.requires_grad_(False)
-    if isinstance(settings, StudySettings) and separates(settings):
-        config.max_slot_norm = None
     return get_peft_model(base, config)
 
 

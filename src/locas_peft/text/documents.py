@@ -21,6 +21,7 @@ __all__ = [
     "digest_tokenizer",
     "find_start_token",
     "load_text",
+    "normalize_text",
     "python_reference",
     "tokenize",
     "unwrap",
@@ -60,12 +61,20 @@ def load_text(path: str | Path) -> str:
         got = f"byte 0x{raw[error.start]:02x} at offset {error.start} of {name}"
         remedy = "convert it, for instance with iconv -t UTF-8"
         raise invalid("text", "be UTF-8", got, remedy) from None
+    return normalize_text(text, name)
+
+
+def normalize_text(text: str, name: str) -> str:
+    """Return a text with "\\n" for every line break, as `load_text` does.
+
+    One that is empty or has zero bytes is a `ValueError`; `name` is that of its origin.
+    """
     if "\0" in text:
         got = f"zero bytes in {name}"
         raise invalid("text", "be plain text", got, "export it as UTF-8 text first")
     if not text.strip():
         got = f"nothing but whitespace in {name}"
-        raise invalid("text", "not be empty", got, "give a file with text in it")
+        raise invalid("text", "not be empty", got, "give one with words in it")
     return _normalize_line_breaks(text)
 
 
