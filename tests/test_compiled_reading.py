@@ -1,6 +1,7 @@
 """A compiled reading has the figures of a plain one, to rounding; what cannot be compiled says so in one line."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from families import FAMILIES, make_host
 from peft import LoraConfig
 from torch import _dynamo as dynamo
 from training import make_ids, make_model, read, trained_weights, without_time
+from transformers import AutoModelForCausalLM, FalconConfig
 
 from locas_peft import SlotWriter, TestTimeTrainer
-from locas_peft.model import compiled
+from locas_peft.model import CausalLM, compiled
+from locas_peft.model.causal_lm import find_cache
 from locas_peft.ttt import Anchor
+from locas_peft.ttt.cache import SlidingCache
 
 SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02, "context": "cache"}
 pytestmark = COMPILES
@@ -83,6 +87,21 @@ def test_chunks_share_one_graph_and_switched_adapters_have_the_figures_of_a_plai
         next(chunks)
         nats.append([chunk.nll_nats for chunk in trainer.chunks])
     assert graphs and nats[1] == pytest.approx(nats[0], rel=1e-4)
+
+
+def make_falcon():
+    config = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("make", [make_falcon, partial(make_host, "deepseek_v3")])
+def test_an_empty_context_has_the_shapes_of_the_familys_keys_and_values(make):
+    """Falcon has one head of them, DeepSeek keeps values of another size than keys."""
+    host = CausalLM(make())
+    cache = SlidingCache(host, keep=8, chunk=8)
+    expected = find_cache(host.outputs(make_ids(7)[None], 1, use_cache=True)).layers
+    shapes = [(keys.shape, values.shape) for keys, values in cache._make_empty(7)]
+    assert shapes == [(layer.keys.shape, layer.values.shape) for layer in expected]
 
 
 # What cannot be compiled

@@ -18,6 +18,17 @@ from locas_peft.asking.continuation import first_line, first_statement
 from locas_peft.model import CausalLM
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("fresh_graphs")
+def test_a_compiled_model_continues_as_the_plain_one():
+    first, second = make_tokens(2, 14).tolist()
+    model = make_host("llama")
+    hosts = [CausalLM(one) for one in (model, torch.compile(model, backend="eager"))]
+    plain, compiled = (continue_rows(host, [first, second[:9]], 6) for host in hosts)
+    assert compiled == plain
+    assert [host.kind for host in hosts] == ["LlamaForCausalLM"] * 2
+
+
 class WordTokenizer:
     """As much of a tokenizer as answers need: token n is the word "wn"."""
 

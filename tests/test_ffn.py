@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import HIDDEN, logits, make_host, make_tokens, teach
+from families import HIDDEN, logits, make_host, make_tokens, same, snapshot, teach
 from peft import get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitNetConfig, LlamaForCausalLM
@@ -153,9 +153,64 @@ def test_verification_leaves_modes_and_the_global_generator_alone():
     host = make_host("gpt2").train()
     host.transformer.h[0].mlp.dropout.eval()
     state = torch.get_rng_state()
-    find_ffns(host)
+    for ffn in find_ffns(host).values():
+        ffn.verify()
     assert torch.equal(torch.get_rng_state(), state)
     assert host.transformer.h[0].mlp.training and not host.transformer.h[0].mlp.dropout.training
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_each_ffn_that_gets_a_memory_is_verified_and_no_other(odd):
+    """Also of one class, as in Gemma 3n, where the first layers keep the largest activations alone."""
+    host = make_host("llama")
+    mlp = host.model.layers[odd].mlp
+    plain = mlp.act_fn
+    mlp.forward = lambda states: mlp.down_proj(
+        plain(mlp.gate_proj(states)) * mlp.up_proj(states) ** 2
+    )
+    before = snapshot(host)
+    message = (
+        rf"^model.layers.{odd}.mlp \(LlamaMLP\) computes something other than .* exclude_modules"
+    )
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(host, LocasConfig(r=4))
+    assert same(host, before)
+    model = get_peft_model(host, LocasConfig(r=4, exclude_modules=rf".*layers\.{odd}\.mlp"))
+    assert [layer.name for layer in list_layers(model)] == [f"model.layers.{1 - odd}.mlp"]
+
+
+class Packed(nn.Module):
+    """A projection of 8-bit weights that PEFT does not know."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), False)
+        self.scale = nn.Parameter(scale, False)
+        self.bias = None
+
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.weight * self.scale)
+
+
+def test_weights_that_peft_cannot_dequantise_are_measured():
+    host = make_host("llama")
+    plain = [ffn.mean_down_norm() for ffn in find_ffns(host).values()]
+    for layer in host.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Packed(getattr(layer.mlp, name)))
+    ffns = list(find_ffns(host).values())
+    assert [ffn.mean_down_norm() for ffn in ffns] == pytest.approx(plain, rel=0.01)
+    gate, up = ffns[0].gate_and_up_rows(torch.tensor([3, 1]))
+    for rows, part in ((gate, "gate_proj"), (up, "up_proj")):
+        packed = getattr(host.model.layers[0].mlp, part)
+        assert torch.allclose(rows, (packed.weight * packed.scale)[[3, 1]], atol=1e-6)
+    packed.forward = lambda inputs: 1 / 0
+    with pytest.raises(
+        ValueError, match="^the weight of a Packed cannot be read: load the base in "
+    ):
+        ffns[0].gate_and_up_rows(torch.tensor([3, 1]))
 
 
 def test_host_ffn_names_what_is_missing():

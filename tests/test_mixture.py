@@ -5,6 +5,7 @@ import torch
 from families import FAMILIES, MIXTURES, make_host, make_tokens, same, snapshot
 from peft import get_peft_model
 from test_families import R, learn, logits, make_memory
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from locas_peft import LocasConfig, to_lora, widen_base
 from locas_peft.tuner import find_ffns
@@ -129,6 +130,33 @@ def test_a_block_that_is_no_sum_of_its_experts_is_left_out():
     )
     host.model.layers[1].mlp.__class__ = doubled
     assert list(find_ffns(host)) == ["model.layers.0.mlp"]
+
+
+def test_a_dense_ffn_beside_such_experts_can_have_a_memory():
+    """In a layer of Gemma 4 the experts and the FFN are parts of the layer itself."""
+    config = Gemma4TextConfig(
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size=16,
+        hidden_size_per_layer_input=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=8,
+        intermediate_size=24,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=8,
+    )
+    host = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"experts of an unknown structure .* \(found: 'mlp'\)\.$"):
+        get_peft_model(host, LocasConfig(r=4))
+    model = get_peft_model(host, LocasConfig(r=4, target_modules=["mlp"]))
+    assert model.base_model.targeted_module_names == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
 def test_padding_does_not_count():

@@ -21,6 +21,7 @@ from ..asking import answer_in_batches, encode_prompt
 from ..model import CausalLM, divergences, token_losses
 from ..text import encode_text
 from ..ttt.chunks import cut, perplexity
+from ..tuner.modules import unwrap
 
 __all__ = ["OWN_ANSWERS", "Piece", "cut_pieces", "measure_drift", "write_own_answers"]
 
@@ -77,6 +78,7 @@ def measure_drift(
         the perplexities and `kl_per_token` are NaN.
     """
     host = CausalLM(model)
+    plain = unwrap(model)
     digest = hashlib.sha256()
     counts = []
     nlls = []
@@ -88,8 +90,7 @@ def measure_drift(
         read = ids[None, :-1]
         # Both logits are [N, V].
         logits = host.logits(read, scored, use_cache=False)[0]
-        reference = model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()
-        with reference:
+        with plain.disable_adapter() if isinstance(plain, PeftModel) else nullcontext():
             others = host.logits(read, scored, use_cache=False)[0]
         digest.update(others.contiguous().view(torch.uint8).cpu().numpy())
         counts.append(scored)

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..tuner.modules import ADAPTER_LAYERS
+from ..tuner.modules import ADAPTER_LAYERS, unwrap
 from .compiled import CompiledModel, find_compile_obstacle
 from .cpu_attention import CpuAttention
 
@@ -54,13 +54,13 @@ class CausalLM:
     """A causal language model, plain or with adapters.
 
     Args:
-        model: a transformers model, or PEFT's model of one.
+        model: a transformers model, or PEFT's model of one; also through `torch.compile`.
         cpu_attention: whether attention in bfloat16 on a CPU is computed by `CpuAttention`, which
             is faster for learning. torch's own kernel rounds differently: answers are then those of
             transformers' `generate`.
 
     Attributes:
-        base: the model without PEFT's wrapper, whose class is named `kind`.
+        base: the model without torch's and PEFT's wrappers, whose class is named `kind`.
         positions: how many it has; None for no limit.
         rope_positions: the positions beyond which a model with LongRoPE (Phi-3, Phi-4) changes its
             frequencies; None for other models.
@@ -73,9 +73,10 @@ class CausalLM:
     def __init__(self, model: nn.Module, cpu_attention: bool = True):
         _check_model(model)
         self.model = model
-        self.base = model
-        if isinstance(model, PeftModel):
-            self.base = model.get_base_model()
+        # The forward of a compiled model names none of its arguments.
+        self.base = unwrap(model)
+        if isinstance(self.base, PeftModel):
+            self.base = unwrap(self.base.get_base_model())
         self.kind = type(self.base).__name__
         if getattr(self.base.config, "is_encoder_decoder", False):
             rule = f"model must be a causal language model, got the encoder-decoder {self.kind}"
@@ -222,7 +223,7 @@ class CausalLM:
 
     def has_adapter(self) -> bool:
         """Return whether the model has any adapter, active or not."""
-        if isinstance(self.model, PeftModel):
+        if isinstance(unwrap(self.model), PeftModel):
             return True
         return any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
 
@@ -265,7 +266,8 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
         rule = f"model must be a transformers causal language model, got {type(model).__name__}"
         raise TypeError(f"{rule}: load one with AutoModelForCausalLM")
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        method = model.active_peft_config.peft_type.value
+    plain = unwrap(model)
+    if isinstance(plain, PeftModel) and plain.active_peft_config.is_prompt_learning:
+        method = plain.active_peft_config.peft_type.value
         rule = f"model's adapter must lie in its layers, got the prompt method {method}"
         raise ValueError(f"{rule}: use LOCAS, LoRA or another adapter made of weights")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..model.causal_lm import CausalLM
+from ..model.causal_lm import CausalLM, find_cache
 
 __all__ = ["SINKS", "SlidingCache"]
 
@@ -147,16 +147,22 @@ class SlidingCache:
         return logits[:, :count] if missing else logits
 
     def _make_empty(self, room: int) -> Layers:
-        """Return keys and values of zeros for a context that is empty."""
+        """Return keys and values of zeros for a context that is empty.
+
+        They have the shapes of those of one token: what a layer keeps differs between families.
+        """
         if not room:
             return []
-        config = self._host.base.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        weight = self._host.model.get_input_embeddings().weight
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._host.device)
+        with torch.no_grad():
+            outputs = CausalLM(self._host.model).outputs(token, 1, use_cache=True)
         layers = []
-        for _ in range(config.num_hidden_layers):
-            layers.append((weight.new_zeros(1, heads, room, size),) * 2)
+        for layer in find_cache(outputs).layers:
+            keys, values = (
+                entries.new_zeros(*entries.shape[:2], room, entries.shape[3])
+                for entries in (layer.keys, layer.values)
+            )
+            layers.append((keys, values))
         return layers
 
     def _make_mask(self, room: int, padding: int, length: int) -> Tensor:

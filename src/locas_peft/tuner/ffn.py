@@ -351,9 +351,7 @@ class HostFFN:
             self._verify_between()
             return
         weight = next(self.owner.parameters())
-        dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        token = self._draw_token()
-        token = token.to(weight.device, dtype)
+        token = self._draw_token().to(weight.device, _find_dtype(self.owner))
         # Some FFNs also take the residual stream and add it (Bloom): zeros there.
         residuals = [torch.zeros_like(token)] * (_count_inputs(self.owner) - 1)
         try:
@@ -394,9 +392,8 @@ class HostFFN:
         def keep(name: str, module: nn.Module, args: tuple) -> None:
             seen[name] = args[0]
 
-        weight = self.projection(self.parts.inlet).weight
-        dtype = weight.dtype if weight.is_floating_point() else torch.float32
-        token = self._draw_token()
+        inlet = self.projection(self.parts.inlet)
+        token = self._draw_token().to(inlet.weight.device, _find_dtype(inlet))
         with ExitStack() as hooks:
             for part in (self.parts.inlet, self.parts.down):
                 # With its adapters: a memory's gains change what the projection itself receives.
@@ -406,7 +403,7 @@ class HostFFN:
             hooks.enter_context(torch.no_grad())
             hooks.enter_context(evaluating(self.owner))
             try:
-                unwrap(self.owner)(token.to(weight.device, dtype))
+                unwrap(self.owner)(token)
             # The forward of a whole decoder layer may need anything.
             except Exception:
                 return
@@ -572,7 +569,43 @@ def _rows_of(module: nn.Module) -> Tensor:
         if module.weight is not parameter:
             # PEFT puts an 8-bit parameter without its scales in its place.
             module.weight = parameter
-        return weight.T if isinstance(module, Conv1D) else weight
+        if isinstance(module, Conv1D):
+            return weight.T
+        shape = (module.out_features, module.in_features)
+        if weight.dtype in WIDENABLE_DTYPES and tuple(weight.shape) == shape:
+            return weight
+        return _measure_rows(module)
+
+
+def _measure_rows(module: nn.Module) -> Tensor:
+    """Return the weight of a projection that PEFT cannot dequantise: its outputs of unit vectors.
+
+    A projection that gives none in any dtype is a `ValueError`.
+    """
+    device = module.weight.device
+    if device.type == "meta":
+        return torch.empty(module.out_features, module.in_features, device=device)
+    for dtype in (_find_dtype(module), torch.bfloat16):
+        units = torch.eye(module.in_features, dtype=dtype, device=device)
+        try:
+            outputs = module(units)
+            return (outputs - module(torch.zeros_like(units[:1]))).T
+        except torch.OutOfMemoryError:
+            raise
+        # Kernels of quantised weights raise errors of many types.
+        except Exception as error:
+            cause = error
+    problem = f"the weight of a {type(module).__name__} cannot be read"
+    remedy = "load the base in full precision, or quantised by bitsandbytes"
+    raise ValueError(f"{problem}: {remedy}.") from cause
+
+
+def _find_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of a module's inputs: that of its first weight in one of full precision."""
+    for parameter in module.parameters():
+        if parameter.dtype in WIDENABLE_DTYPES:
+            return parameter.dtype
+    return torch.float32
 
 
 def forbid_packing(model: nn.Module) -> None:

@@ -25,7 +25,8 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     """Find the FFNs of a language model by their structure, with adapters or without.
 
     The experts of a mixture are one FFN together, with the shared expert beside them. Vision and
-    audio towers, and mixtures of an unknown structure, are left out.
+    audio towers, and the experts of mixtures of an unknown structure, are left out. Whether a dense
+    FFN computes what its parts say is not checked here (`HostFFN.verify`).
 
     Args:
         model: the model.
@@ -38,6 +39,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
     ffns: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
+    sums: dict[type, bool] = {}
     for name, module in host_modules(model):
         is_inside = name.startswith(blocks) or "experts" in name.split(".")
         if isinstance(module, BaseTunerLayer) or is_wrapper(module):
@@ -46,17 +48,32 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
             continue
         plain = _name_in_host(name)
         if hasattr(module, "experts"):
-            try:
-                ffns[plain] = HostMixture(module, plain)
-            except ValueError:
-                continue
-            blocks += (f"{name}.",)
+            mixture = _find_mixture(module, plain, sums)
+            if mixture is not None:
+                ffns[plain] = mixture
+                blocks += (f"{name}.",)
             continue
         dense = find_dense(module, plain, candidates, given=parts is not None)
         if dense is not None:
             ffns[f"{plain}.{dense.parts.down}" if dense.is_flat else plain] = dense
     ffns.pop("", None)
-    return _check_formulas(ffns)
+    return ffns
+
+
+def _find_mixture(module: nn.Module, name: str, sums: dict[type, bool]) -> HostMixture | None:
+    """Return the mixture of experts that a module is; None where it is another sum, or more.
+
+    Args:
+        sums: whether a block of each class is the sum of its experts; completed here.
+    """
+    try:
+        mixture = HostMixture(module, name)
+    except ValueError:
+        return None
+    kind = type(module)
+    if kind not in sums:
+        sums[kind] = mixture.is_sum_of_experts()
+    return mixture if sums[kind] else None
 
 
 def check_unshared(model: nn.Module, ffns: Mapping[str, AnyFFN]) -> None:
@@ -69,20 +86,6 @@ def check_unshared(model: nn.Module, ffns: Mapping[str, AnyFFN]) -> None:
         if any(uses[id(weight)] > 1 for weight in ffn.list_weights()):
             problem = f"cannot widen {name}: another module of the model has its weights too"
             raise ValueError(f"{problem}; use the memory without merging it.")
-
-
-def _check_formulas(ffns: dict[str, AnyFFN]) -> dict[str, AnyFFN]:
-    """Check one FFN of each class and structure; leave out mixtures that are no sum of experts."""
-    first_of_class: dict[tuple, AnyFFN] = {}
-    for ffn in ffns.values():
-        first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
-    unknown = set()
-    for ffn in first_of_class.values():
-        if isinstance(ffn, HostFFN):
-            ffn.verify()
-        elif not ffn.is_sum_of_experts():
-            unknown.add(type(ffn.owner))
-    return {name: ffn for name, ffn in ffns.items() if type(ffn.owner) not in unknown}
 
 
 def to_parts(names: dict[str, str]) -> FFNParts:
