@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import make_host, make_tokens
-from transformers import AutoModelForCausalLM, GenerationConfig, GPTNeoConfig
+from transformers import AutoModelForCausalLM, BartConfig, GenerationConfig, GPTNeoConfig
 
 from locas_peft.asking import (
     answer_in_batches,
@@ -27,6 +27,24 @@ def test_a_compiled_model_continues_as_the_plain_one():
     plain, compiled = (continue_rows(host, [first, second[:9]], 6) for host in hosts)
     assert compiled == plain
     assert [host.kind for host in hosts] == ["LlamaForCausalLM"] * 2
+
+
+def test_rows_of_several_lengths_are_refused_where_padding_would_count():
+    config = BartConfig(
+        vocab_size=64,
+        d_model=16,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        max_position_embeddings=64,
+    )
+    host = CausalLM(AutoModelForCausalLM.from_config(config).eval(), cpu_attention=False)
+    first, second = make_tokens(2, 14).tolist()
+    together = continue_rows(host, [first, second], 6)
+    assert together == [continue_rows(host, [row], 6)[0] for row in (first, second)]
+    message = "^rows must have one length for BartForCausalLM, which counts padding, got several: "
+    with pytest.raises(ValueError, match=message):
+        continue_rows(host, [first, second[:9]], 6)
 
 
 class WordTokenizer:

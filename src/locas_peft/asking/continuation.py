@@ -120,7 +120,13 @@ def begin_rows(
         rows: at least one token of each is not shared.
         new_tokens: the most tokens that will follow the rows.
         caches: keeps the keys and values for later batches with the same shared tokens.
+
+    Raises:
+        ValueError: rows of several lengths, for a model that counts padding.
     """
+    if not host.can_pad_left() and len(set(map(len, rows))) > 1:
+        rule = f"rows must have one length for {host.kind}, which counts padding"
+        raise ValueError(f"{rule}, got several: give one row at a time")
     if not groups or not all(count for count, _ in groups) or not host.can_cache():
         return pad_left(rows, host.device)
     # Each row is padded twice: after what it shares, and before.

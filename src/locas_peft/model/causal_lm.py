@@ -212,6 +212,13 @@ class CausalLM:
             return False
         return "position_ids" in self._accepts or self._config.model_type in _RELATIVE
 
+    def can_pad_left(self) -> bool:
+        """Return whether padding may lie before rows.
+
+        The decoder of an encoder-decoder, such as BART's, counts positions from the padding on.
+        """
+        return "position_ids" in self._accepts or "encoder_hidden_states" not in self._accepts
+
     def can_pad_inside(self, length: int) -> bool:
         """Return whether padding may lie inside rows of `length` tokens, padding included."""
         # A sliding window that is shorter, and distances by index as in MPT, count padding.
