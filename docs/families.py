@@ -358,6 +358,10 @@ def write_page(rows: Iterable[Row]) -> str:
         "causal language models alone. A step that does not work ends with an error before anything changes. [`ffn_parts`](howto/ffn.md) names the parts of",
         "an FFN that is not found.",
         "",
+        "A tiny default config leaves out what a released checkpoint may have. Falcon-H1 with multipliers in its FFNs cannot have a memory. In Gemma 3n",
+        "the layers whose activations are sparse cannot: leave them out with `exclude_modules`. In Gemma 4 with experts the dense FFNs can:",
+        '`target_modules=["mlp"]`.',
+        "",
         "| FFN | works | families |",
         "|---|---|---|",
     ]
