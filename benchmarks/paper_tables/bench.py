@@ -292,11 +292,13 @@ def describe_chunk(step: Any) -> list[float]:
 
 
 def _summarize(figures: dict[str, Any]) -> str:
-    """Return the plain numbers among figures, for the line that is printed."""
+    """Return the plain numbers among figures, and how many answers are right, to be printed."""
     parts = []
     for name, value in figures.items():
         if isinstance(value, (int, float)):
             parts.append(f"{name} {value:.6g}")
+        elif name == "right":
+            parts.append(f"{sum(value)} of {len(value)} right")
     return ", ".join(parts)
 
 
