@@ -238,9 +238,9 @@ def list_studies(host: str, heading: str = "") -> dict[str, list[str]]:
 
 
 def mean_writing(host: str) -> float:
-    """The mean seconds that a host's studies took to write their questions."""
+    """The mean seconds that a host's studies of single passages took to write their questions."""
     seconds = []
-    for file in (FOLDER / "knowledge" / host / "full" / "squad").glob("*/study-seed0.json"):
+    for file in (FOLDER / "knowledge" / host / "full" / "squad").glob("squad-0*/study-seed0.json"):
         cost = json.loads(file.read_text(encoding="utf-8"))["figures"]["cost"]
         seconds.append(cost["record"]["writing_seconds"])
     return statistics.mean(seconds)
@@ -299,6 +299,10 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     assert f"{find_right('passage in context')}% of {count} questions right" in choice
     retrieval = find_right("BM25's sentences in context")
     assert f"BM25 and the base: {retrieval}% of {count}" in choice
+    joined = list_studies(HOST, "12 passages in one memory")
+    found, remembered = (joined[row][0].split()[0] for row in ("BM25 + base", "study"))
+    asked = joined["study"][-1]
+    assert f"of 12 paragraphs {found}% of {asked}, a memory {remembered}%" in choice
     studied = find_right("Locas r=64, studied")
     assert f"{studied}% of {count}; without a memory {find_right('no memory')}%" in choice
 
@@ -326,6 +330,27 @@ def test_the_table_of_twenty_passages_has_the_figures_of_the_results(name, row):
         # The page has four digits.
         assert abs(float(kl) - float(cells[9])) <= 0.00055
         assert seconds.split(", without")[0] == f"{float(cells[7]):,.0f}"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("no context", "no context"),
+        ("the question's passage in context", "text in context"),
+        ("BM25's three sentences in context", "BM25 + base"),
+        ("all-MiniLM-L6-v2's three sentences in context", "all-MiniLM-L6-v2 + base"),
+        ("Locas r=64, studied", "study"),
+    ],
+)
+def test_the_table_of_twelve_passages_has_the_figures_of_the_results(name, row):
+    section = RESULTS.split("### Twelve passages, Qwen", 1)[1]
+    _, right, f1, kl, unread, seconds = list_cells(name, section, "| | parameters | right, %")
+    cells = list_studies(HOST, "12 passages in one memory")[row]
+    assert [right, f1] == [cells[0], cells[2]]
+    if row == "study":
+        assert abs(float(kl) - float(cells[9])) <= 0.00055
+        assert abs(float(unread.strip("+%")) - float(cells[10])) <= 0.05
+        assert seconds == f"{float(cells[7]):,.0f}"
 
 
 @pytest.mark.parametrize("page", ["expedition", "ferry", "foundry", "garden", "theatre"])
