@@ -177,6 +177,11 @@ def test_each_ffn_that_gets_a_memory_is_verified_and_no_other(odd):
     assert same(host, before)
     model = get_peft_model(host, LocasConfig(r=4, exclude_modules=rf".*layers\.{odd}\.mlp"))
     assert [layer.name for layer in list_layers(model)] == [f"model.layers.{1 - odd}.mlp"]
+    # A plain checkpoint would have neurons of zeros in the other one.
+    teach(model)
+    for widen in (model.merge_and_unload, lambda: widen_base(host, 2)):
+        with pytest.raises(ValueError, match=message):
+            widen()
 
 
 class Packed(nn.Module):

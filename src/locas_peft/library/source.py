@@ -23,10 +23,9 @@ from ..text import load_text, split_sentences
 from ..tuner import adapters_disabled
 from .routing import score_by_words
 
-_logger = logging.getLogger(__name__)
-
 __all__ = ["add_sources", "check_text", "find_source", "holds_text", "join_texts"]
 
+_logger = logging.getLogger(__name__)
 CANDIDATES = 20
 """The sentences, by BM25, that the base compares."""
 MOST_CHARACTERS = 1_000

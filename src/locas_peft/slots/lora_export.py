@@ -58,6 +58,7 @@ def widen_base(
     check_unshared(base, ffns)
     for name, ffn in ffns.items():
         _check_dense(name, ffn)
+        ffn.verify()
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")

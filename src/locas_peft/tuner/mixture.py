@@ -295,6 +295,9 @@ class HostMixture:
             if isinstance(getattr(self.experts, name, None), int):
                 setattr(self.experts, name, self.expert_width)
 
+    def verify(self) -> None:
+        """Do nothing: `find_ffns` finds only blocks that are the sum of their experts."""
+
     def is_sum_of_experts(self) -> bool:
         """Return whether the block is the sum of its experts, on random tokens; True on meta."""
         if any(parameter.is_meta for parameter in self.owner.parameters()):

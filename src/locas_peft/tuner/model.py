@@ -22,7 +22,7 @@ from .attached import list_layers
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
 from .errors import invalid
-from .ffn import HostFFN, describe_children, forbid_packing
+from .ffn import describe_children, forbid_packing
 from .finding import AnyFFN, check_unshared, find_ffns, find_unknown_experts
 from .host_hooks import HostHooks
 from .initialization import STRATEGIES
@@ -178,8 +178,7 @@ class LocasModel(BaseTuner):
         for name, module in host_modules(model):
             if self._is_targeted(peft_config, name, module):
                 ffn = self._find_ffn(name, module)
-                if isinstance(ffn, HostFFN):
-                    ffn.verify()
+                ffn.verify()
                 _check_strategy(peft_config, plain_name(name), ffn)
 
     def _is_targeted(self, peft_config: LocasConfig, name: str, module: nn.Module) -> bool:
@@ -452,6 +451,9 @@ class LocasModel(BaseTuner):
             _check_can_be_padded(group)
             padded |= group.ffns
         check_unshared(self.model, padded)
+        # Some have no memory, and were not verified for one.
+        for ffn in padded.values():
+            ffn.verify()
         return widened, ffn_parts
 
     # ----------------------------------------------------------------- combining
