@@ -406,7 +406,7 @@ def test_what_a_study_does_to_its_article_is_that_of_the_results():
         ("Locas, studied", "Locas, studied", 1),
         (
             "LoRA r=16, the same lessons, without the anchor (one passage)",
-            "LoRA r=16, studied",
+            "LoRA r=16, studied, no anchor",
             1,
         ),
     ],

@@ -1,6 +1,8 @@
-"""Means and perplexity rises with 95% percentile bootstrap intervals, as JSON.
+"""Means and perplexity rises with 95% intervals, as JSON.
 
-Of fewer than two values the ends of the interval are nan.
+The intervals are percentile bootstrap intervals. That of a mean of two to nine values is Student's t
+interval, since a bootstrap of so few values is too narrow. Of fewer than two values the ends of the
+interval are nan.
 """
 
 import math
@@ -12,6 +14,8 @@ __all__ = ["Interval", "mean_interval", "rise_interval"]
 
 Interval = dict[str, float | int]
 _TAIL = (1 - 0.95) / 2
+# The 97.5% quantiles of Student's t for 1 to 8 degrees of freedom.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 # Of more values fewer resamples are drawn: the interval is narrow, and each resample costs more.
 _MANY = 5_000
 
@@ -23,6 +27,9 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
     if len(array):
         mean = math.fsum(array) / len(array)
     all_same = (array == array[:1]).all()
+    if 1 < len(array) <= len(_STUDENT) + 1 and not all_same:
+        margin = _STUDENT[len(array) - 2] * array.std(ddof=1).item() / math.sqrt(len(array))
+        return {"mean": mean, "low": mean - margin, "high": mean + margin, "n": len(array)}
 
     def average(drawn: np.ndarray) -> np.ndarray:
         return array[drawn].mean(axis=-1)
