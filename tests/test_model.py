@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from families import (
     VOCABULARY,
     logits,
@@ -472,6 +473,66 @@ def test_replicas_of_data_parallel_do_not_calibrate():
     layer = list_layers(make_model("opt"))[0]
     with pytest.raises(ValueError, match="layers.0.fc2 cannot run under DataParallel"):
         layer._replicate_for_data_parallel()(hidden_states)
+    layer = list_layers(make_model("llama", gains=True))[0]
+    with pytest.raises(ValueError, match="layers.0.mlp cannot have gains under DataParallel"):
+        layer._replicate_for_data_parallel()(hidden_states)
+
+
+def run_fused(self, x):
+    """The forward of a library's kernel for a gated FFN."""
+    return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_a_kernel_that_replaces_the_forward_of_an_ffn_leaves_the_memory():
+    model = make_model()
+    expected = logits(model)
+    fresh = get_peft_model(make_host("llama"), LocasConfig(r=4)).train()
+    for one in (model, fresh):
+        for layer in one.get_base_model().model.layers:
+            # As Liger does.
+            layer.mlp.__dict__["forward"] = run_fused.__get__(layer.mlp)
+    torch.testing.assert_close(logits(model), expected)
+    assert all(layer.base_layer.forward.__func__ is run_fused for layer in list_layers(model))
+    fresh(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    assert uncalibrated_memories(fresh) == []
+    assert all(layer.locas_down["default"].weight.grad.any() for layer in list_layers(fresh))
+
+
+def test_a_copy_by_the_same_config_says_the_same_once_it_has_the_weights(tmp_path):
+    model = make_model()
+    expected = logits(model)
+    # TRL makes its reference so.
+    model.add_adapter("ref", model.peft_config["default"])
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if ".default." in name:
+            parameters[name.replace(".default.", ".ref.")].data.copy_(parameter.data)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), expected)
+    # Without a warning that it is empty.
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path / "ref")
+    assert torch.equal(logits(loaded), expected)
+
+
+def test_accelerate_s_hook_of_an_ffn_is_not_the_layer_s():
+    model = make_model()
+    expected = logits(model)
+    layer = list_layers(model)[0]
+    add_hook_to_module(layer.base_layer, ModelHook())
+    remove_hook_from_submodules(model)
+    assert not hasattr(layer.base_layer, "_hf_hook")
+    assert torch.equal(logits(model), expected)
+
+
+def test_autocast_forgets_the_rows_that_served_to_measure_the_scale():
+    # Slots that are written in closed form stay free.
+    model = get_peft_model(make_host("opt"), LocasConfig(r=4, init_weights="write")).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    for layer in list_layers(model):
+        assert layer.locas_calibrated["default"]
+        assert not layer.locas_down["default"].weight.grad.any()
 
 
 def test_one_config_object_may_serve_two_memories_of_a_model():

@@ -194,6 +194,23 @@ def test_two_memories_with_other_fields_are_saved_loaded_and_deleted(fields, fol
     assert torch.equal(say(loaded, "two"), says["two"])
 
 
+def test_tokens_of_the_memory_that_is_left_are_active_and_may_be_merged_by_name(folder):
+    model = get_peft_model(load_base(folder), make_config(trainable_token_indices=[5, 6]))
+    train(model)
+    ids = tokens(5, 6)
+    expected = logits(model.eval(), ids)
+    model.add_adapter("other", make_config(1))
+    train(model, "other", 2)
+    model.set_adapter("other")
+    other = logits(model, ids)
+    model.merge_adapter(adapter_names=["other"])
+    torch.testing.assert_close(logits(model, ids), other, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    with pytest.warns(UserWarning, match="was active which is now deleted"):
+        model.delete_adapter("other")
+    assert torch.equal(logits(model, ids), expected)
+
+
 @pytest.mark.parametrize("fields", PAIRS, ids=str)
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_one_of_two_memories_with_other_fields_is_merged(name, fields, folder):

@@ -88,6 +88,9 @@ def staged(directory: str | Path) -> Iterator[Path]:
         _sweep(home, re.escape(prefix))
         new.mkdir()
         yield new
+        for path in new.rglob("*"):
+            if path.is_file():
+                _write_out(path)
         if directory.exists():
             os.replace(new, directory / _STAGED)
             finish_replacement(directory)
@@ -158,10 +161,18 @@ def staged_file(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.partial")
     try:
         yield temporary
+        _write_out(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write_out(path: Path) -> None:
+    """Write a file to the disk: what it replaces may be gone when the power is cut."""
+    # Windows needs a file that is open for writing.
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 def normalize_name(name: str) -> str:

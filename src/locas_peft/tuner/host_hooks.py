@@ -1,4 +1,4 @@
-"""What memories need around a forward of their host: the padding mask, and the clip of shards."""
+"""What memories need around a forward of their host: a padding mask, the clip of shards, their place."""
 
 import inspect
 from typing import Any
@@ -35,6 +35,7 @@ class HostHooks:
                 layer.prepare_shards()
         for layer in self._layers:
             layer.token_mask = None
+            layer.pass_on_forward()
             if layer.disable_adapters and layer.merged:
                 # The first projection of a flat FFN runs before its layer.
                 layer.unmerge()

@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -277,6 +278,25 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._waits[adapter_name] = not (flag.is_meta or flag.any())
         return self._waits[adapter_name]
 
+    def pass_on_forward(self) -> None:
+        """Give a forward that was put on this layer to the host's FFN, for which it was meant.
+
+        Kernels such as Liger's replace the forward of each FFN, which they take from the decoder
+        layer; Trainer does this after the memory is added.
+        """
+        replaced = vars(self).get("forward")
+        # Accelerate's hooks put a function there.
+        if isinstance(replaced, MethodType) and replaced.__self__ is self:
+            vars(self).pop("forward")
+            ffn = unwrap(self.base_layer)
+            vars(ffn)["forward"] = MethodType(replaced.__func__, ffn)
+
+    def copy_scales(self, source: str, adapter_name: str) -> None:
+        """Give a new memory the scales of another one of the same width; it stays uncalibrated."""
+        if self.locas_up[source].out_features == self.locas_up[adapter_name].out_features:
+            for scales in (self.locas_input_scale, self.locas_tau):
+                scales[adapter_name] = scales[source].clone()
+
     def may_calibrate(self) -> bool:
         """Return whether the next forward with gradients may calibrate an active memory."""
         if self.disable_adapters:
@@ -328,6 +348,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if self.is_written(adapter_name):
             # The rows served to measure the scale; the slots stay free.
             self.locas_up[adapter_name].weight.zero_()
+        # Autocast keeps the former rows, in half precision, until its context ends.
+        torch.clear_autocast_cache()
         self.locas_calibrated[adapter_name].fill_(1.0)
         self._forget(adapter_name)
 
@@ -437,6 +459,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             problem = "a memory cannot calibrate itself under DataParallel"
             remedy = "calibrate(model, batches) first, or train with DistributedDataParallel"
             raise ValueError(f"{problem}: {remedy} (torchrun).")
+        if any(name in self.locas_gain for name in self.active_adapters):
+            problem = f"{self.name} cannot have gains under DataParallel"
+            remedy = "train with DistributedDataParallel (torchrun), or on one device."
+            raise ValueError(f"{problem}: {remedy}")
         if self.ffn.is_flat:
             problem = f"{self.name} cannot run under DataParallel"
             reason = "since its FFN has no module of its own"
@@ -855,7 +881,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "base_layer":
+            # Accelerate deletes its hook where it finds one: that of the FFN is the FFN's own.
+            if name in ("base_layer", "_hf_hook", "_old_forward"):
                 raise
             return getattr(self.base_layer, name)
 

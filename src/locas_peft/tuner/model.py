@@ -92,7 +92,7 @@ class LocasModel(BaseTuner):
         _check_wrappers(model)
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = add_wrappers_to_names(model, kwargs["state_dict"])
-        self._give_own_config(adapter_name)
+        twin = self._give_own_config(adapter_name)
         # A new memory would take a merged one for slots of the host.
         merged = self._unmerge_first()
         restore = remember_modules(self)
@@ -111,6 +111,10 @@ class LocasModel(BaseTuner):
                 layer.merge(adapter_names=names)
             raise
         replace_wrappers(model)
+        if twin is not None:
+            # TRL makes its reference so, and then copies the parameters alone.
+            for layer in list_layers(model, twin):
+                layer.copy_scales(twin, adapter_name)
         if has_adapters:
             # PEFT leaves out parameters with the adapter's name in theirs, such as all of layer 0.
             for parameter, requires_grad in zip(former, trained, strict=True):
@@ -119,14 +123,20 @@ class LocasModel(BaseTuner):
         # The host keeps them.
         HostHooks(model)
 
-    def _give_own_config(self, adapter_name: str) -> None:
-        """Copy a config that another memory has too: each memory needs a record of its own."""
+    def _give_own_config(self, adapter_name: str) -> str | None:
+        """Copy a config that another memory has too: each memory needs a record of its own.
+
+        Returns:
+            The name of the other memory; None without one.
+        """
         config = self.peft_config[adapter_name]
-        others = [other for name, other in self.peft_config.items() if name != adapter_name]
-        if any(other is config for other in others):
-            config = copy.copy(config)
-            config.set_record("slots", None)
-            self.peft_config[adapter_name] = config
+        for name, other in self.peft_config.items():
+            if name != adapter_name and other is config:
+                config = copy.copy(config)
+                config.set_record("slots", None)
+                self.peft_config[adapter_name] = config
+                return name
+        return None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         forbid_packing(self.model)
@@ -708,7 +718,9 @@ def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
     ups = [tensor for key, tensor in tensors.items() if key.endswith(".locas_up.weight")]
     if any(tensor.is_meta for tensor in (*flags, *ups)):
         return False
-    waits = STRATEGIES[config.strategy].needs_calibration and not any(map(bool, flags))
+    downs = [tensor for key, tensor in tensors.items() if key.endswith(".locas_down.weight")]
+    is_calibrated = any(map(bool, flags)) or any(down.any() for down in downs)
+    waits = STRATEGIES[config.strategy].needs_calibration and not is_calibrated
     return waits or not any(up.any() for up in ups)
 
 

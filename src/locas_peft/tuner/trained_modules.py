@@ -41,10 +41,12 @@ class _MemoryWrapper(AuxiliaryTrainingWrapper):
         return super().adapter_state_dict_load_map(adapter_name)
 
     def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
-        if adapter_name not in self._adapters:
-            return
         # PEFT refuses several, after it has deleted the adapter from all other layers.
         own = [name for name in new_active_adapters or () if name in self._adapters]
+        if adapter_name not in self._adapters:
+            if own and own != self.active_adapters:
+                self.set_adapter(own[0])
+            return
         super().delete_adapter(adapter_name, own or None)
 
     def _forward_wrapped_mixed_batch(
@@ -77,6 +79,14 @@ class MemoryTokensLayer(TrainableTokensLayer):
             # Loaded with low_cpu_mem_usage: PEFT would round them to the base's dtype and back.
             moved = former.detach().to(self.trainable_tokens_delta[adapter_name].device)
             self.trainable_tokens_delta[adapter_name] = nn.Parameter(moved, former.requires_grad)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        # PEFT takes for granted that each adapter trains tokens of this embedding.
+        if adapter_names is not None:
+            adapter_names = [name for name in adapter_names if self.has_adapter(name)]
+            if not adapter_names:
+                return
+        super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
     def unmerge(self) -> None:
         # PEFT warns of a layer in which nothing is merged, beside others in which something is.
