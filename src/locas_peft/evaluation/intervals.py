@@ -1,8 +1,8 @@
 """Means and perplexity rises with 95% intervals, as JSON.
 
-The intervals are percentile bootstrap intervals. That of a mean of two to nine values is Student's t
-interval, since a bootstrap of so few values is too narrow. Of fewer than two values the ends of the
-interval are nan.
+The intervals are percentile bootstrap intervals. That of a mean of two to nine values is Student's
+t interval, since a bootstrap of so few values is too narrow. Of fewer than two values the ends of
+the interval are nan.
 """
 
 import math

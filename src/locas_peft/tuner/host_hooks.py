@@ -1,4 +1,4 @@
-"""What memories need around a forward of their host: a padding mask, the clip of shards, their place."""
+"""What memories need around a forward of their host: the padding mask, and the clip of shards."""
 
 import inspect
 from typing import Any

@@ -284,12 +284,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         Kernels such as Liger's replace the forward of each FFN, which they take from the decoder
         layer; Trainer does this after the memory is added.
         """
-        replaced = vars(self).get("forward")
+        replaced = self.__dict__.get("forward")
         # Accelerate's hooks put a function there.
         if isinstance(replaced, MethodType) and replaced.__self__ is self:
-            vars(self).pop("forward")
+            del self.__dict__["forward"]
             ffn = unwrap(self.base_layer)
-            vars(ffn)["forward"] = MethodType(replaced.__func__, ffn)
+            ffn.__dict__["forward"] = MethodType(replaced.__func__, ffn)
 
     def copy_scales(self, source: str, adapter_name: str) -> None:
         """Give a new memory the scales of another one of the same width; it stays uncalibrated."""
