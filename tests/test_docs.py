@@ -3,6 +3,7 @@
 `.ci/run` builds the site, which checks every link and anchor.
 """
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -87,6 +88,16 @@ def test_every_public_name_is_documented():
         r"^::: locas_peft\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE
     )
     assert sorted(documented) == sorted(locas_peft.__all__)
+
+
+def test_each_field_of_the_config_is_explained():
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(locas_peft.LocasConfig):
+        if field.name in locas_peft.LocasConfig.__annotations__:
+            default = field.default
+            if default is dataclasses.MISSING:
+                default = field.default_factory()
+            assert f"| `{field.name}` | `{default!r}` | {field.metadata['help']} |" in page
 
 
 def test_a_notebook_has_a_cell_for_each_block_that_runs():

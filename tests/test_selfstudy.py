@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
+from peft import get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from training import assert_same, weights_of
 
-from locas_peft import backbone, demo, selfstudy, text
+from locas_peft import LocasConfig, backbone, demo, selfstudy, text
 from locas_peft.asking import encode_question
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER
@@ -520,6 +520,14 @@ def test_a_study_needs_a_learning_rate(loaded, input_ids):
     message = "^learning_rate must be given for a study, got None: give one, 1e-3 say, or complete"
     with pytest.raises(ValueError, match=message):
         SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
+
+
+def test_a_study_needs_rows():
+    base, tokenizer = backbone.load(name=backbone.MLP_NAME)
+    model = get_peft_model(base, LocasConfig(r=4, init_weights="write"))
+    settings = StudySettings(learning_rate=1e-3)
+    with pytest.raises(ValueError, match="must make rows for a study, got 'write': leave it out"):
+        SelfStudy(model, tokenizer, torch.tensor([1, 2, 3]), settings, given=GIVEN)
 
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded):

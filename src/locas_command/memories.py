@@ -137,7 +137,8 @@ def resize(
 ) -> None:
     """Change how many slots a memory has.
 
-    Fewer keep its output nearly. More keep it exactly, and can learn more: go on with --from.
+    With fewer slots its output stays nearly the same. With more it stays the same, and the memory
+    can learn more: go on with --from.
 
     Args:
         r: slots in every layer.

@@ -32,9 +32,9 @@ class ReadSettings(AdapterSettings):
     update: Annotated[
         str | None,
         Parameter(
-            help="bp trains a memory, ridge writes it in closed form: the values of locas-glu, "
-            "whose rows a learning rate trains beside, or with init write a linear map. With init "
-            "write, bp also writes slots, nlsvd only that."
+            help="bp: an optimizer trains the memory. ridge: the values are solved for in closed "
+            "form; with a learning rate the rows are trained too (locas-glu). With init write "
+            "(locas-mlp): bp writes slots and trains them, nlsvd only writes them, ridge writes a linear map."
         ),
     ] = None
     epsilon: Annotated[float | None, Parameter(help="length of a written value.")] = None
@@ -42,10 +42,14 @@ class ReadSettings(AdapterSettings):
         int | None, Parameter(help="how many tokens of a chunk are written.")
     ] = None
     anchor_every: Annotated[
-        int | None, Parameter(help="every n-th optimizer step pulls to the base.")
+        int | None, Parameter(help="every n-th optimizer step pulls to the base; 4 by default.")
     ] = None
     window: Annotated[
-        int | None, Parameter(help="tokens that the model sees at once, context and chunk.")
+        int | None,
+        Parameter(
+            help="tokens that the model sees at once, context and chunk; by default 2048, 512 for "
+            "the embedded models, at most the model's positions."
+        ),
     ] = None
     stride: Annotated[
         int | None,
@@ -61,8 +65,8 @@ class ReadSettings(AdapterSettings):
     readings: Annotated[
         int,
         Parameter(
-            help="how often the text is read; from 6 chunks on a trained memory is the mean of "
-            "those after each."
+            help="how often the text is read. Of a text of 6 chunks or more, a trained memory is "
+            "the mean of the memories after each reading."
         ),
     ] = 1
     warmup_steps: Annotated[
@@ -71,7 +75,8 @@ class ReadSettings(AdapterSettings):
     decay_steps: Annotated[
         int | None,
         Parameter(
-            help="the rate is divided by the root of 1 + steps / this; 0 for a constant rate."
+            help="the rate is divided by the root of 1 + steps / this; 0 for a constant rate. By "
+            "default 100, in the preset paper 0."
         ),
     ] = None
 

@@ -19,6 +19,7 @@ from ..model import CausalLM
 from ..slots.discriminants import can_tell_apart, lift_norm_clip
 from ..text import Passage, split_passages
 from ..ttt.active import calibrate_empty
+from ..tuner import unwritten_memories
 from .distillation import Distillation, Former
 from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, make_lesson
@@ -111,8 +112,8 @@ class SelfStudy:
 
     Raises:
         ValueError: for a text shorter than a passage or of more than `MOST_PASSAGES`, a window
-            without room for one, a given exchange longer than the model's positions, and settings
-            without a learning rate.
+            without room for one, a given exchange longer than the model's positions, settings
+            without a learning rate, and a memory whose slots are still to be written.
     """
 
     def __init__(
@@ -130,6 +131,10 @@ class SelfStudy:
         if settings.learning_rate is None:
             remedy = "give one, 1e-3 say, or complete the settings"
             raise invalid("learning_rate", "be given for a study", None, remedy)
+        unwritten = unwritten_memories(model)
+        if unwritten:
+            problem = f"init of the memory {unwritten[0]!r} must make rows for a study, got 'write'"
+            raise ValueError(f"{problem}: leave it out, or read the text")
         window = settings.window or WINDOW
         self._model = model
         self._tokenizer = tokenizer
