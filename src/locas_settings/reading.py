@@ -34,7 +34,8 @@ class ReadSettings(AdapterSettings):
         Parameter(
             help="bp: an optimizer trains the memory. ridge: the values are solved for in closed "
             "form; with a learning rate the rows are trained too (locas-glu). With init write "
-            "(locas-mlp): bp writes slots and trains them, nlsvd only writes them, ridge writes a linear map."
+            "(locas-mlp): bp writes slots and trains them, nlsvd only writes them, ridge writes a "
+            "linear map."
         ),
     ] = None
     epsilon: Annotated[float | None, Parameter(help="length of a written value.")] = None
