@@ -2,7 +2,8 @@ from functools import partial
 
 import pytest
 import torch
-from families import HIDDEN, logits, make_host, make_tokens, same, snapshot, teach
+import transformers as tf
+from families import HIDDEN, VOCABULARY, logits, make_host, make_tokens, same, snapshot, teach
 from peft import get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitNetConfig, LlamaForCausalLM
@@ -298,3 +299,65 @@ def test_a_mixture_that_cannot_be_run_alone_is_named(change):
         change(layer.mlp)
     with pytest.raises(ValueError, match="mixtures of experts of an unknown structure"):
         get_peft_model(host, LocasConfig(r=4))
+
+
+def make_idefics() -> tf.PreTrainedModel:
+    text = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"intermediate_size": 24, "num_key_value_heads": 1}
+    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image |= {"intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    perceiver = {"hidden_size": 16, "resampler_depth": 1, "resampler_n_heads": 2}
+    perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 1, "resampler_n_latents": 2}
+    config = tf.Idefics2Config(
+        text_config=tf.MistralConfig(vocab_size=VOCABULARY, pad_token_id=0, **text),
+        vision_config=image,
+        perceiver_config=perceiver,
+        image_token_id=VOCABULARY - 1,
+    )
+    return tf.Idefics2ForConditionalGeneration(config)
+
+
+def make_trocr() -> tf.PreTrainedModel:
+    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    image |= {"intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    text = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2}
+    text |= {"decoder_ffn_dim": 24, "max_position_embeddings": 64}
+    config = tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        tf.ViTConfig(**image),
+        tf.TrOCRConfig(vocab_size=VOCABULARY, cross_attention_hidden_size=16, **text),
+    )
+    return tf.VisionEncoderDecoderModel(config=config)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (make_idefics, ["model.text_model.layers.0.mlp", "model.text_model.layers.1.mlp"]),
+        (make_trocr, ["decoder.model.decoder.layers.0.fc2", "decoder.model.decoder.layers.1.fc2"]),
+    ],
+)
+def test_what_brings_images_to_a_language_model_gets_no_memory(make, names):
+    assert list(find_ffns(make())) == names
+
+
+def test_an_ffn_of_several_modules_is_named_as_what_it_lacks():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = tf.BertModel(tf.BertConfig(vocab_size=VOCABULARY, intermediate_size=24, **sizes))
+    parts = {"up": "intermediate.dense", "down": "output.dense"}
+    with pytest.raises(ValueError, match="ffn_parts as its own .intermediate.dense, output.dense"):
+        get_peft_model(model, LocasConfig(r=4, ffn_parts=parts))
+
+
+def test_distilbert_is_merged(tmp_path):
+    sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
+    model = tf.DistilBertModel(tf.DistilBertConfig(vocab_size=VOCABULARY, **sizes))
+    parts = {"up": "lin1", "down": "lin2"}
+    config = LocasConfig(r=4, init_weights="random", ffn_parts=parts)
+    model = get_peft_model(model, config).eval()
+    teach(model)
+    ids = make_tokens()
+    expected = model(input_ids=ids).last_hidden_state
+    model.merge_and_unload().save_pretrained(tmp_path)
+    merged = tf.DistilBertModel.from_pretrained(tmp_path)
+    assert merged.config.hidden_dim == 28
+    torch.testing.assert_close(merged(input_ids=ids).last_hidden_state, expected)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from families import each_family, make_host, make_model
+from families import each_family, make_host, make_model, teach
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_families import DENSE, R, learn, logits, make_memory
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Model
 
 from locas_command import program
 from locas_peft import LocasConfig, backbone, calibrate, to_lora, widen_base
@@ -40,6 +40,25 @@ def test_stock_lora_on_the_wider_base_equals_the_memory(family, neurons, tmp_pat
     torch.testing.assert_close(logits(wide), untouched, rtol=0, atol=1e-5)
     lora = PeftModel.from_pretrained(wide, str(tmp_path))
     torch.testing.assert_close(logits(lora), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_a_head_is_exported(tmp_path):
+    def load_base() -> Qwen2Model:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = Qwen2Config(vocab_size=64, intermediate_size=24, num_key_value_heads=1, **sizes)
+        torch.manual_seed(0)
+        return Qwen2Model(config).eval()
+
+    config = LocasConfig(r=4, init_weights="random", task_type="FEATURE_EXTRACTION")
+    model = get_peft_model(load_base(), config).eval()
+    teach(model)
+    ids = torch.tensor([[3, 4, 5]])
+    expected = model(input_ids=ids).last_hidden_state
+    save_lora(model, tmp_path)
+    base = load_base()
+    widen_base(base, 4)
+    lora = PeftModel.from_pretrained(base, str(tmp_path))
+    torch.testing.assert_close(lora(input_ids=ids).last_hidden_state, expected)
 
 
 @pytest.mark.slow

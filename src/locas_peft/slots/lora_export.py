@@ -101,7 +101,11 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
         hosts.append(host)
         factors |= _factorize(layer, host, adapter_name, neurons)
     is_transposed = any(isinstance(host.down, Conv1D) for host in hosts)
-    config = _make_config(model.get_base_model(), factors, is_transposed)
+    base = model.get_base_model()
+    task_type = model.peft_config[adapter_name].task_type
+    if task_type is None and hasattr(base, "generate"):
+        task_type = "CAUSAL_LM"
+    config = _make_config(base, factors, is_transposed, task_type)
     return config, _name_tensors(factors)
 
 
@@ -128,7 +132,9 @@ def _factorize(
     return {f"{owner}.{part}": factors[part] for part in parts.projections}
 
 
-def _make_config(base: nn.Module, factors: dict[str, Factors], is_transposed: bool) -> LoraConfig:
+def _make_config(
+    base: nn.Module, factors: dict[str, Factors], is_transposed: bool, task_type: str | None
+) -> LoraConfig:
     """Return the config of a LoRA whose alpha is its rank, so that PEFT scales it by 1."""
     ranks = {name: len(down) for name, (down, _) in factors.items()}
     r = min(ranks.values())
@@ -140,7 +146,7 @@ def _make_config(base: nn.Module, factors: dict[str, Factors], is_transposed: bo
         alpha_pattern=dict(other_ranks),
         target_modules=_shorten(ranks, base),
         fan_in_fan_out=is_transposed,
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         inference_mode=True,
     )
 

@@ -13,7 +13,11 @@ from .mixture import HostMixture
 from .modules import host_modules, is_wrapper, plain_name
 
 # Towers beside a multimodal model's language model. Their FFNs get no memory.
-OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
+OTHER_MODALITIES = re.compile(
+    r"(^|[._])(vision|visual|image|audio|speech|connector|perceiver|resampler|codec)"
+)
+# The inputs of models whose encoder sees an image, which its name does not tell.
+OF_IMAGES = ("pixel_values", "flattened_patches")
 
 # A gated norm may have two small projections and an activation inside.
 INSIDE_NORM = re.compile(r"norm[^.]*\.")
@@ -40,9 +44,13 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     ffns: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
     sums: dict[type, bool] = {}
+    is_of_images = getattr(model, "main_input_name", None) in OF_IMAGES
+    image_encoder = "encoder." if is_of_images and hasattr(model, "decoder") else None
     for name, module in host_modules(model):
         is_inside = name.startswith(blocks) or "experts" in name.split(".")
         if isinstance(module, BaseTunerLayer) or is_wrapper(module):
+            continue
+        if image_encoder is not None and name.startswith(image_encoder):
             continue
         if is_inside or OTHER_MODALITIES.search(name) or INSIDE_NORM.search(name):
             continue

@@ -146,7 +146,7 @@ class LocasModel(BaseTuner):
             isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
         )
         if targets is None or is_all_linear:
-            self._check_all_are_found()
+            self._check_all_are_found(peft_config.ffn_parts)
             names = _to_suffixes(self._ffns, self.model)
             peft_config.target_modules = _keep_transformed(names, self._ffns, peft_config)
         host = _describe_host(self.model, self._ffns)
@@ -156,7 +156,7 @@ class LocasModel(BaseTuner):
         peft_config.set_record("host", {**(peft_config._expected_host or {}), **host})
         return peft_config
 
-    def _check_all_are_found(self) -> None:
+    def _check_all_are_found(self, ffn_parts: dict[str, str] | None) -> None:
         kind = type(self.model).__name__
         experts = find_unknown_experts(self.model, self._ffns)
         if experts:
@@ -167,6 +167,10 @@ class LocasModel(BaseTuner):
             )
         if self._ffns:
             return
+        if ffn_parts is not None:
+            names = ", ".join(ffn_parts.values())
+            problem = f"no module of {kind} has all parts of ffn_parts as its own ({names})"
+            raise ValueError(f"{problem}: a memory needs an FFN that is one module.")
         part = self.model
         for module in self.model.modules():
             if isinstance(module, nn.ModuleList) and len(module):

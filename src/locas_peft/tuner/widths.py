@@ -21,6 +21,7 @@ WIDTH_FIELDS = (
     "ffn_hidden_size",
     "encoder_ffn_dim",
     "decoder_ffn_dim",
+    "hidden_dim",
 )
 # Of a mixture: the width of an expert, that of the shared expert, and its width in experts.
 EXPERT_FIELDS = ("moe_intermediate_size", "intermediate_size", "ffn_dim")
