@@ -476,6 +476,13 @@ def test_a_table_that_cannot_be_made_does_not_keep_the_others(tables, bench, mon
     assert filled == ["mmlu"] and bench.folder.with_suffix(".md").exists()
 
 
+def test_all_tables_are_those_of_the_paper(tables):
+    arguments = tables.paper.parse_arguments([backbone.NAME])
+    assert arguments.tables == ["sweep", "pg19", "init", "width", "mmlu", "forgetting", "locomo"]
+    arguments = tables.paper.parse_arguments([backbone.NAME, "--table", "time,baselines"])
+    assert arguments.tables == ["time", "baselines"]
+
+
 def test_mistakes_are_one_line(tables, tmp_path, capsys):
     with pytest.raises(SystemExit):
         tables.paper.main([backbone.NAME, "--table", "pg20"])
