@@ -9,8 +9,8 @@ the processes of `accelerate launch` share the rows. OUT/HOST/SCALE.md has the t
 so far, with the paper's figures beside them.
 
 `all` leaves out three tables, which are run by their names: `baselines`, `gap` and `time`. The scale
-is "quick", an hour of two cores; "cpu", without a GPU; or "gpu". `--preset paper` reads with the
-paper's output scale, a constant learning rate and no anchor.
+is "quick", an hour to an hour and a half of two cores; "cpu", without a GPU; or "gpu". `--preset
+paper` reads with the paper's output scale, a constant learning rate and no anchor.
 """
 
 import argparse

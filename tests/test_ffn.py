@@ -301,16 +301,18 @@ def test_a_mixture_that_cannot_be_run_alone_is_named(change):
         get_peft_model(host, LocasConfig(r=4))
 
 
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 24}
+IMAGE = {**SIZES, "image_size": 8, "patch_size": 4}
+
+
 def make_idefics() -> tf.PreTrainedModel:
-    text = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text |= {"intermediate_size": 24, "num_key_value_heads": 1}
-    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    image |= {"intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    text = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1}
     perceiver = {"hidden_size": 16, "resampler_depth": 1, "resampler_n_heads": 2}
     perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 1, "resampler_n_latents": 2}
     config = tf.Idefics2Config(
         text_config=tf.MistralConfig(vocab_size=VOCABULARY, pad_token_id=0, **text),
-        vision_config=image,
+        vision_config=IMAGE,
         perceiver_config=perceiver,
         image_token_id=VOCABULARY - 1,
     )
@@ -318,12 +320,10 @@ def make_idefics() -> tf.PreTrainedModel:
 
 
 def make_trocr() -> tf.PreTrainedModel:
-    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    image |= {"intermediate_size": 24, "image_size": 8, "patch_size": 4}
     text = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2}
     text |= {"decoder_ffn_dim": 24, "max_position_embeddings": 64}
     config = tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        tf.ViTConfig(**image),
+        tf.ViTConfig(**IMAGE),
         tf.TrOCRConfig(vocab_size=VOCABULARY, cross_attention_hidden_size=16, **text),
     )
     return tf.VisionEncoderDecoderModel(config=config)
@@ -341,8 +341,7 @@ def test_what_brings_images_to_a_language_model_gets_no_memory(make, names):
 
 
 def test_an_ffn_of_several_modules_is_named_as_what_it_lacks():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = tf.BertModel(tf.BertConfig(vocab_size=VOCABULARY, intermediate_size=24, **sizes))
+    model = tf.BertModel(tf.BertConfig(vocab_size=VOCABULARY, **SIZES))
     parts = {"up": "intermediate.dense", "down": "output.dense"}
     with pytest.raises(ValueError, match="ffn_parts as its own .intermediate.dense, output.dense"):
         get_peft_model(model, LocasConfig(r=4, ffn_parts=parts))

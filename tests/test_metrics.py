@@ -33,7 +33,10 @@ def test_f1_by_category():
     assert found["temporal"]["mean"] == pytest.approx(0.8)
     assert found["adversarial"]["mean"] == pytest.approx((first_trap + second_trap) / 2)
     assert -1 <= found["adversarial"]["mean"] < 0
+    margin = pytest.approx(12.706 * 0.5)
+    low, high = found["abstention"]["low"], found["abstention"]["high"]
     assert found["abstention"]["mean"] == 0.5 and found["abstention"]["n"] == 2
+    assert 0.5 - low == margin and high - 0.5 == margin
     assert found["answerable"]["n"] == 4
     assert found["answerable"]["mean"] == pytest.approx(sum(answerable) / 4)
 

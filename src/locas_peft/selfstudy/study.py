@@ -133,8 +133,9 @@ class SelfStudy:
             raise invalid("learning_rate", "be given for a study", None, remedy)
         unwritten = unwritten_memories(model)
         if unwritten:
-            problem = f"init of the memory {unwritten[0]!r} must make rows for a study, got 'write'"
-            raise ValueError(f"{problem}: leave it out, or read the text")
+            field = f"init of the memory {unwritten[0]!r}"
+            remedy = "leave it out, or read the text"
+            raise invalid(field, "make rows for a study", "'write'", remedy)
         window = settings.window or WINDOW
         self._model = model
         self._tokenizer = tokenizer

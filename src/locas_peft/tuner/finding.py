@@ -42,15 +42,14 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     """
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
     ffns: dict[str, AnyFFN] = {}
-    blocks: tuple[str, ...] = ()
+    # What names begin with whose modules are left out: an encoder of images, mixtures' blocks.
+    left_out: tuple[str, ...] = ()
+    if getattr(model, "main_input_name", None) in OF_IMAGES and hasattr(model, "decoder"):
+        left_out += ("encoder.",)
     sums: dict[type, bool] = {}
-    is_of_images = getattr(model, "main_input_name", None) in OF_IMAGES
-    image_encoder = "encoder." if is_of_images and hasattr(model, "decoder") else None
     for name, module in host_modules(model):
-        is_inside = name.startswith(blocks) or "experts" in name.split(".")
+        is_inside = name.startswith(left_out) or "experts" in name.split(".")
         if isinstance(module, BaseTunerLayer) or is_wrapper(module):
-            continue
-        if image_encoder is not None and name.startswith(image_encoder):
             continue
         if is_inside or OTHER_MODALITIES.search(name) or INSIDE_NORM.search(name):
             continue
@@ -59,7 +58,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
             mixture = _find_mixture(module, plain, sums)
             if mixture is not None:
                 ffns[plain] = mixture
-                blocks += (f"{name}.",)
+                left_out += (f"{name}.",)
             continue
         dense = find_dense(module, plain, candidates, given=parts is not None)
         if dense is not None:

@@ -459,14 +459,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             problem = "a memory cannot calibrate itself under DataParallel"
             remedy = "calibrate(model, batches) first, or train with DistributedDataParallel"
             raise ValueError(f"{problem}: {remedy} (torchrun).")
+        remedy = "train with DistributedDataParallel (torchrun), or on one device."
         if any(name in self.locas_gain for name in self.active_adapters):
-            problem = f"{self.name} cannot have gains under DataParallel"
-            remedy = "train with DistributedDataParallel (torchrun), or on one device."
-            raise ValueError(f"{problem}: {remedy}")
+            raise ValueError(f"{self.name} cannot have gains under DataParallel: {remedy}")
         if self.ffn.is_flat:
             problem = f"{self.name} cannot run under DataParallel"
             reason = "since its FFN has no module of its own"
-            remedy = "train with DistributedDataParallel (torchrun), or on one device."
             raise ValueError(f"{problem}, {reason}: {remedy}")
 
     # ---------------------------------------------------------------- norm clip
