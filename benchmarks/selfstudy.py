@@ -49,13 +49,12 @@ from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import load_stemmer, token_f1
+from locas_peft.exchanges import EXCHANGES, PER_PASSAGE, load_exchanges, write_exchanges
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
-from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.study import PER_PASSAGE
+from locas_peft.selfstudy import StudyStep, split_passages
 from locas_peft.stages import Place, ReadSettings, StudySettings, parse_method, read, study
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk

@@ -29,12 +29,11 @@ from locas_peft.app import sessions
 from locas_peft.app.requests import OwnPageAlone
 from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
 from locas_peft.checks import hide_folder
+from locas_peft.exchanges import EXCHANGES, writing
 from locas_peft.library import Library
 from locas_peft.memories import describe_memory
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
-from locas_peft.selfstudy import writing
-from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import load_records
 from locas_peft.text import load_text
 

@@ -6,8 +6,9 @@ from locas_peft import backbone
 from locas_peft.asking import encode_answer, encode_prompt
 from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.asking.scoring import Score, score_targets
-from locas_peft.selfstudy import Passage, consistency
-from locas_peft.selfstudy.consistency import RIVALS, keep_consistent
+from locas_peft.exchanges import consistency
+from locas_peft.exchanges.consistency import RIVALS, keep_consistent
+from locas_peft.text import Passage
 
 LAMP = Passage("Old Peder lit the lamp each night.")
 LISBON = Passage("The lamp was made in Lisbon.")

@@ -21,6 +21,7 @@ FLOORS = [
     ["stages"],
     ["progress"],
     ["memories", "selfstudy"],
+    ["exchanges"],
     ["slots"],
     ["ttt"],
     ["asking"],

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from locas_peft import LocasConfig, backbone, calibrate, stages, text
 from locas_peft.bases import load_base
 from locas_peft.evaluation.runs import summarize_stage
+from locas_peft.exchanges import EXCHANGES
 from locas_peft.files import check_output_directory, format_json
 from locas_peft.memories import (
     CHECKPOINT_FOLDER,
@@ -38,7 +39,6 @@ from locas_peft.memories import (
 )
 from locas_peft.model import fingerprint
 from locas_peft.selfstudy import Exchange, load_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import (
     Place,
     ReadRecord,

@@ -30,11 +30,10 @@ from locas_peft.evaluation import (
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.prompts import make_prompts
 from locas_peft.evaluation.runs import Run
+from locas_peft.exchanges import EXCHANGES, writing
 from locas_peft.files import write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow_steps
-from locas_peft.selfstudy import writing
-from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import ReadSettings, complete, score
 from locas_peft.text import tokenize
 from locas_peft.ttt.chunks import Chunk

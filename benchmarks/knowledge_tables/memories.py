@@ -13,10 +13,9 @@ from paper_tables.bench import LONG_BOOKS
 from torch import Tensor, nn
 
 from locas_peft.evaluation import Unit
+from locas_peft.exchanges import EXCHANGES, load_exchanges
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
-from locas_peft.selfstudy import load_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.stages import Place, ReadSettings, StudySettings, complete, read, study
 from locas_peft.text import digest_ids, tokenize
 from locas_settings.adapter import SHAPE

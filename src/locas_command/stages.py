@@ -128,9 +128,9 @@ def _teach_table(text: str | None, table: TableOptions, job: _Job) -> int:
 
 def _run_stage(text: str, job: _Job, exchanges_file: Path | None) -> None:
     """Run one stage on one text, and print what it made."""
+    from locas_peft.exchanges import load_exchanges
     from locas_peft.files import check_output_directory, is_same_folder
     from locas_peft.memories import check_vacant
-    from locas_peft.selfstudy import load_exchanges
     from locas_peft.stages import choose_values
     from locas_peft.text import load_text
 

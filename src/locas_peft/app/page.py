@@ -14,11 +14,11 @@ import pandas as pd
 from starlette.middleware import Middleware
 
 from .. import demo
+from ..exchanges import PER_PASSAGE
 from ..library import Library
 from ..library.names import propose_name
 from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
-from ..selfstudy.study import PER_PASSAGE
 from ..text import load_text, python_reference
 from .requests import OwnPageAlone
 from .sessions import (

@@ -26,6 +26,7 @@ from .. import backbone
 from ..asking import Answer, Answerer, can_chat
 from ..asking.answers import Turns
 from ..checks import hide_folder
+from ..exchanges import Exchange
 from ..files import is_same_folder
 from ..library import Library, add_sources, check_name, make_sample
 from ..library.routing import list_passages
@@ -40,7 +41,7 @@ from ..memories import (
 from ..memories.checkpoint import locked
 from ..memories.folder import TEXT, set_base
 from ..model import count_positions
-from ..selfstudy import Exchange, StudyStep
+from ..selfstudy import StudyStep
 from ..stages import (
     Place,
     ReadSettings,

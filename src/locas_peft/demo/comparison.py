@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from ..asking import Answer, Answerer
 from ..evaluation.intervals import mean_interval
 from ..evaluation.units import Unit, run_units
+from ..exchanges import PER_PASSAGE, Exchange, write_exchanges
 from ..progress import Progress, silent
-from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..selfstudy.study import PER_PASSAGE
 from ..stages import Place, StudySettings
 from ..tables import Sheet, format_percent
-from ..text import digest_json
+from ..text import digest_json, split_passages
 from .pages import COMPARED, load_page, load_page_questions
 from .studying import study_and_ask
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from locas_settings import StageSettings
 
 from ..checks import first_line, hide_folder
+from ..exchanges import Exchange
 from ..files import (
     finish_replacement,
     fold_name,
@@ -34,7 +35,6 @@ from ..files import (
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, LOCK, InUse, held, locked
 from ..memories.folder import unpack
-from ..selfstudy import Exchange
 from ..stages import Place, ReadSettings, Record, complete, read, study
 from ..text import cut_text, tokenize
 from .names import check_name, is_name

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from ..checks import import_extra
+from ..exchanges import EXCHANGES, Exchange, load_exchanges
 from ..files import finish_replacement
 from ..memories.folder import SAMPLE
-from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 from .terms import StopWords, Term, list_clauses, list_terms
 
 __all__ = [

@@ -22,8 +22,8 @@ from transformers.utils import CONFIG_NAME
 from .. import __version__, backbone
 from ..bases.gguf import is_gguf
 from ..checks import invalid, one_line
+from ..exchanges import EXCHANGES
 from ..files import finish_replacement, load_json, staged, staged_file, write_json
-from ..selfstudy.exchanges import EXCHANGES
 from ..tuner import LocasConfig
 from .base_sample import sample_weights
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from locas_settings import StudySettings
 
 from ..asking import begin_rows, current_day, encode_question, pad_left
+from ..exchanges import Exchange
 from ..model import CausalLM, candidate_divergences, compute_once
 from ..slots.discriminants import place_discriminants, upper_layers_trained
 from ..text import encode_text, find_start_token
 from ..ttt import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..tuner import evaluating, trained_parameters
-from .exchanges import Exchange
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .schedule import Schedule
 

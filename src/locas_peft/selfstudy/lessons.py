@@ -20,10 +20,9 @@ from ..asking import (
     share_prefixes,
 )
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
+from ..exchanges import Exchange, write_replies
 from ..model import CausalLM
 from ..tuner import evaluating, reference_active
-from .exchanges import Exchange
-from .writing import write_replies
 
 __all__ = ["FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
 

@@ -15,17 +15,24 @@ from locas_settings import StudySettings
 
 from ..asking import encode_question
 from ..checks import invalid
+from ..exchanges import (
+    BLOCK,
+    PER_PASSAGE,
+    Exchange,
+    check_window,
+    correct,
+    digest_exchanges,
+    write_exchanges,
+)
 from ..model import CausalLM
 from ..slots.discriminants import can_tell_apart, lift_norm_clip
 from ..text import Passage, split_passages
 from ..ttt.active import calibrate_empty
 from ..tuner import unwritten_memories
 from .distillation import Distillation, Former
-from .exchanges import Exchange, correct, digest_exchanges
 from .lessons import FORMS, make_lesson
-from .writing import BLOCK, check_window, write_exchanges
 
-__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
+__all__ = ["SelfStudy", "StudyStep"]
 
 _logger = logging.getLogger(__name__)
 
@@ -37,8 +44,6 @@ LESSON_TOKENS = 280
 FURTHER_LESSONS = 60
 # The window, in tokens, where none is given.
 WINDOW = 512
-PER_PASSAGE = 12
-"""Questions that the model writes about a passage, at most, where no number is given."""
 # How many dropped replies are shown.
 SAMPLES = 3
 _PLAIN_STATE = ("asked", "kept", "samples", "_blocks", "_seconds")

@@ -23,13 +23,13 @@ from locas_settings import AdapterSettings, ReadSettings, StudySettings
 from locas_settings.adapter import SHAPE
 
 from ..checks import describe_difference
+from ..exchanges import EXCHANGES, Exchange, correct, digest_exchanges, load_exchanges
 from ..files import is_out_of_memory, is_same_folder
 from ..memories import checkpoint
 from ..memories.folder import SAMPLE, TEXT, check_vacant
 from ..memories.loading import load_memory
 from ..model import fingerprint
-from ..selfstudy import Exchange, Former, load_exchanges
-from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
+from ..selfstudy import Former
 from ..text import digest_ids, digest_tokenizer, load_text
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs

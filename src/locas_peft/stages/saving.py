@@ -10,6 +10,7 @@ from typing import Any
 from peft import PeftConfig, PeftModel
 
 from ..checks import describe_difference
+from ..exchanges import EXCHANGES, Exchange, save_exchanges
 from ..files import drop_former, finish_replacement, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import (
@@ -25,8 +26,6 @@ from ..memories.folder import (
     make_card,
     save_memory,
 )
-from ..selfstudy import Exchange, save_exchanges
-from ..selfstudy.exchanges import EXCHANGES
 from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
 
 __all__ = ["copy_history", "find_finished", "save_stages"]

@@ -15,7 +15,8 @@ from locas_settings import ReadSettings, StudySettings
 
 from ..asking import current_day, dated
 from ..bases import load_base
-from ..selfstudy import Exchange, Former, SelfStudy, StudyStep
+from ..exchanges import Exchange
+from ..selfstudy import Former, SelfStudy, StudyStep
 from ..text import digest_ids
 from ..ttt import (
     Anchor,

@@ -21,13 +21,22 @@ from ..model.causal_lm import CausalLM
 from ..text import LONGEST_PASSAGE, REPORTED, Passage, list_content_words, split_words
 from ..tuner import adapters_disabled, evaluating
 from .consistency import keep_consistent
-from .exchanges import Exchange
+from .file import Exchange
 from .question_words import BY_SUBJECT, ENGLISH, QuestionWords, find_question_words
 
-__all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
+__all__ = [
+    "BLOCK",
+    "PER_PASSAGE",
+    "WrittenBlock",
+    "check_window",
+    "write_exchanges",
+    "write_replies",
+]
 
 BLOCK = 32
 """How many passages' exchanges are written together. A batch of more rows costs little more."""
+PER_PASSAGE = 12
+"""Questions that are wanted about a passage where no number is given."""
 ROUNDS = 4
 _TEMPERATURE = 0.7
 # A question's next token is drawn from so many: from the whole vocabulary takes as long as the
