@@ -422,14 +422,17 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 
 
 def test_progress_that_is_redirected_is_a_line_now_and_then(monkeypatch):
-    seconds = iter((0.0, 1.0, 31.5, 31.5, 40.0, 50.0, 50.0))
+    seconds = iter((0.0, 0.0, 1.0, 31.5, 40.0, 50.0, 90.0, 100.0, 200.0))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
     stream = io.StringIO()
     with console.show_progress(Console(file=stream, width=120)) as progress:
         advance = progress("locas-glu", 200)
-        for steps, note in ((20, "a"), (60, "b"), (20, "c"), (100, "")):
+        for steps, note in ((20, "a"), (60, "b"), (20, "c"), (20, ""), (20, ""), (0, ""), (60, "")):
             advance(steps, note)
-    assert stream.getvalue() == "locas-glu   40% b\nlocas-glu  100% c\n"
+    lines = stream.getvalue().splitlines()
+    # At the speed since the line before: 80 in 31.5 s, then 60 in 58.5 s.
+    assert lines[0] == "locas-glu   40% b, 47 s left"
+    assert lines[1:] == ["locas-glu   70% c, 58 s left", "locas-glu  100% c"]
 
 
 def test_progress_on_a_terminal_is_bars():

@@ -459,7 +459,7 @@ HARD_TEXTS = {
 @pytest.mark.parametrize("kind", HARD_TEXTS)
 def test_a_hard_text_is_studied_or_refused_in_one_line(kind, tmp_path):
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
-    settings = StudySettings(exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2")
+    settings = StudySettings(exchanges=2, passes=3, r=4, anchor=0, model="smollm2")
     place = Place(out=tmp_path / "memory")
     input_ids = text.tokenize(tokenizer, HARD_TEXTS[kind])
     if kind == "two words":
@@ -475,7 +475,10 @@ def test_a_hard_text_is_studied_or_refused_in_one_line(kind, tmp_path):
         return
     kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
     assert len(kept) == record.kept <= record.asked
-    assert record.skipped_steps == 0 and all(map(math.isfinite, record.kl_nats))
+    assert record.skipped_steps == 0
+    # It knows more of its lessons than before.
+    first_pass, last_pass = record.kl_nats
+    assert last_pass < first_pass
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "memory").values())
     print(kind, len(kept))
 

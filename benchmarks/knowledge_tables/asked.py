@@ -55,6 +55,9 @@ def ask(
     contexts = _find_contexts(row, document, pool)
     answers = {}
     for name, (form, most_tokens) in FORMS.items():
+        if row.is_printed:
+            answers[name] = contexts
+            continue
         prompts = []
         for asked, context in zip(questions, contexts, strict=True):
             prompts.append(encode_question(bench.tokenizer, asked.question, form, context))
@@ -74,7 +77,8 @@ def _find_contexts(row: Row, document: Document, pool: Sequence[str]) -> list[st
         return [""] * len(questions)
     if row.context == "text":
         return [asked.passage for asked in document.questions]
-    return ["\n".join(texts) for texts in FINDERS[row.context](questions, pool, FOUND)]
+    count = 1 if row.is_printed else FOUND
+    return ["\n".join(texts) for texts in FINDERS[row.context](questions, pool, count)]
 
 
 def answer_prompts(

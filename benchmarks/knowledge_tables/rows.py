@@ -10,7 +10,7 @@ from torch import nn
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.units import Unit, add_needed
 from locas_peft.files import write_json
-from locas_peft.tables import format_figure, format_mean, format_percent
+from locas_peft.tables import format_mean, format_percent
 from locas_peft.text import digest_json
 
 from .bench import KnowledgeBench
@@ -33,6 +33,7 @@ from .retrieval import has_embeddings
 __all__ = [
     "ARTICLE_ROW",
     "BM25",
+    "BM25_PRINTED",
     "COST_HEAD",
     "EMBEDDING",
     "IN_CONTEXT",
@@ -65,6 +66,7 @@ class Row:
         recipe: makes the memory; None for the base.
         context: "text", "bm25" or "embedding", what stands before each question; None for nothing.
         prefix: "text" or "random", how a prefix begins that takes the memory's place.
+        is_printed: whether the best sentence that is found is the answer, without a model.
     """
 
     key: str
@@ -72,6 +74,7 @@ class Row:
     recipe: Recipe | None = None
     context: str | None = None
     prefix: str | None = None
+    is_printed: bool = False
 
 
 NONE = Row("none", "no context")
@@ -89,6 +92,9 @@ PREFIXES = (
     Row("cartridge-random", "CARTRIDGE, random", STUDY, prefix="random"),
 )
 BM25 = Row("bm25", "BM25 + base", context="bm25")
+BM25_PRINTED = Row(
+    "bm25-printed", "BM25's best sentence, no model", context="bm25", is_printed=True
+)
 EMBEDDING = Row("embedding", "all-MiniLM-L6-v2 + base", context="embedding")
 MEMORY_AND_BM25 = Row("study-bm25", "study, and BM25's sentences", STUDY, context="bm25")
 
@@ -187,7 +193,7 @@ def list_costs(bench: Bench, results: Sequence[dict[str, Any]]) -> list[str]:
             rises.append(cost["unread_perplexity"] / cost["unread_base_perplexity"] - 1)
     parameters = [cost["parameters"] for cost in made]
     return [
-        format_figure(_mean(seconds), 1),
+        format_mean(mean_interval(seconds), 1),
         f"{_mean(parameters):,.0f}" if parameters else "-",
         format_mean(mean_interval(kls), 4),
         format_percent(mean_interval(rises), 2) if rises else "-",

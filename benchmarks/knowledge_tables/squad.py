@@ -11,6 +11,7 @@ from .retrieval import list_sentences
 from .rows import (
     ARTICLE_ROW,
     BM25,
+    BM25_PRINTED,
     EMBEDDING,
     IN_CONTEXT,
     LORA_FREE_ROW,
@@ -39,6 +40,7 @@ ROWS = (
     LORA_FREE_ROW,
     *PREFIXES,
     BM25,
+    BM25_PRINTED,
     EMBEDDING,
     MEMORY_AND_BM25,
 )

@@ -101,7 +101,8 @@ class ProgressLines:
     """Opens lines of progress (see `locas_peft.progress.Progress`), shown after their first step.
 
     On a terminal they are bars. Elsewhere a plain line is printed at each one's end and, in
-    between, about every `PLAIN_SECONDS`. On a quiet console there are none.
+    between, about every `PLAIN_SECONDS`, with the time that is left at the speed since the line
+    before. On a quiet console there are none.
     """
 
     def __init__(self, console: Console) -> None:
@@ -116,19 +117,28 @@ class ProgressLines:
         task = self._bars.add_task(description, total=total, visible=False, note="")
         done = 0
         latest = ""
+        # When the line before was printed, and what was done then.
+        before = (time.monotonic(), 0)
 
         def advance(steps: int, note: str = "") -> None:
-            nonlocal done, latest
+            nonlocal done, latest, before
+            now = time.monotonic()
             done += steps
             latest = note or latest
             # Not earlier: an error before the first step needs no empty line above it.
             self._bars.start()
             self._bars.update(task, completed=done, visible=True, note=latest)
-            is_due = done >= total or time.monotonic() > self._printed + PLAIN_SECONDS
+            is_due = done >= total or now > self._printed + PLAIN_SECONDS
             if is_due and not self._console.is_terminal:
-                self._printed = time.monotonic()
+                parts = [latest]
+                if before[1] < done < total:
+                    seconds = (now - before[0]) * (total - done) / (done - before[1])
+                    parts.append(_describe_left(seconds))
+                self._printed = now
+                before = (now, done)
                 share = done / max(total, 1)
-                self._console.print(f"{description:10} {share:4.0%} {latest}".rstrip())
+                text = ", ".join(filter(None, parts))
+                self._console.print(f"{description:10} {share:4.0%} {text}".rstrip())
 
         return advance
 
@@ -138,6 +148,12 @@ class ProgressLines:
             self._bars.stop()
         for task in self._bars.task_ids:
             self._bars.remove_task(task)
+
+
+def _describe_left(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left"
 
 
 def show_progress(console: Console) -> closing[ProgressLines]:
