@@ -295,4 +295,7 @@ def test_an_answer_ends_with_its_line():
     code = "def fare(stop):\n    return stop.fare * 3"
     assert first_statement(f"\n{code}\n") == code
     assert first_statement("In May.\nx = 3\ny = 4") == "In May."
+    commented = "# Load the tickets.\nwith open(path) as file:\n    tickets = json.load(file)"
+    assert first_statement(commented) == commented
+    assert first_statement("# Tickets\nThey cost three euros.") == "# Tickets"
     assert first_statement(" \n ") == ""

@@ -29,7 +29,10 @@ def loaded():
 
 def test_exchanges_are_saved_and_loaded(tmp_path):
     path = tmp_path / EXCHANGES
-    exchanges = [Exchange("Who?", "The old man."), Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
+    exchanges = [
+        Exchange("Who?", "The old man."),
+        Exchange("Où ?", "Ici\u2028là {passage}.", "Lui"),
+    ]
     save_exchanges(path, exchanges)
     assert load_exchanges(path) == exchanges
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digest_exchanges(exchanges)
@@ -139,6 +142,20 @@ def test_questions_are_in_the_language_of_the_text(text_of_page, question, other
     assert question.startswith(begins[0])
     assert other in written.dropped
     assert find_question_words("Το πλοίο φεύγει στις επτά.").beginnings == ("",)
+
+
+@pytest.mark.parametrize(
+    ("line", "question"),
+    [
+        ("Who is it? I ask.", "Who is it?"),
+        ("Who is it; I ask.", ""),
+        ("Ποιος είναι ο καπετάνιος; Δεν ξέρω.", "Ποιος είναι ο καπετάνιος;"),
+        ("Πότε φεύγει το πλοίο\u037e", "Πότε φεύγει το πλοίο\u037e"),
+        ("谁开了书店？", "谁开了书店？"),
+    ],
+)
+def test_a_question_ends_with_the_mark_of_its_language(line, question):
+    assert writing.find_question(line) == question
 
 
 def test_words_of_all_passages_tell_none_of_them_apart():

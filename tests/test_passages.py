@@ -7,7 +7,7 @@ import pytest
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.bases import loading
 from locas_peft.selfstudy import Passage, split_passages
-from locas_peft.text import is_code, list_blocks, list_turns, python_reference
+from locas_peft.text import is_code, list_blocks, list_turns, python_reference, unwrap
 
 CODE = '''import os
 import sys
@@ -287,6 +287,54 @@ def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, tokeni
     assert first.subject == subject and first.introduces == bool(subject)
     for other in others:
         assert other.subject == subject and not other.introduces
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        # Many words, though without spaces.
+        "我们在二零二三年的夏天去了法国南部的一座古老而且安静的小城市，后来又去了 Arles 旅行。",
+        # One word of many tokens.
+        f"{'0123456789abcdef' * 30}\n\n",
+    ],
+)
+def test_a_long_beginning_is_no_subject(begin, tokenizer):
+    passages = split_passages(tokenizer, f"{begin}The ferry leaves at seven. It has two cats.")
+    assert {passage.subject for passage in passages} == {""}
+
+
+@pytest.mark.parametrize(
+    ("text", "passages"),
+    [
+        # Code within a sentence is no fence.
+        (
+            "```ferry --start 7``` starts the ferry at seven.\n\nHer captain is Nadia Corvin.",
+            ["```ferry --start 7``` starts the ferry at seven.", "Her captain is Nadia Corvin."],
+        ),
+        # Another mark does not close a fence.
+        (
+            "```\nx = 3\n~~~\ny = 4\n```\n\nIt sets both of the values.",
+            ["x = 3\n~~~\ny = 4", "It sets both of the values."],
+        ),
+    ],
+)
+def test_a_fence_is_a_line_of_its_own_and_ends_with_its_mark(text, passages, tokenizer):
+    assert texts_of(split_passages(tokenizer, text, 300)) == passages
+
+
+def test_a_heading_that_tildes_underline_begins_no_code():
+    text = "Tickets\n~~~~~~~\n\nA ticket costs three euros.\n\nTimes\n~~~~~\n\nIt leaves at ten."
+    assert {block.kind for block in list_blocks(text)} == {"text"}
+    assert [block.kind for block in list_blocks("Example:\n~~~\nx = 3\n~~~")] == ["text", "code"]
+
+
+def test_a_hard_wrapped_script_without_spaces_gets_none(tokenizer):
+    words = "灯塔建于一八六八年由一位老石匠用灰色的石头在岩石上面建成后来很多的游客从很远的地方来"
+    text = f"{words}\n{words}\n{words}\n参观。"
+    assert texts_of(split_passages(tokenizer, text, 2000)) == [text.replace("\n", "")]
+    assert unwrap(text) == text.replace("\n", "")
+    short = split_passages(tokenizer, "他在桥上等了很久很久。他走了。", 300)
+    assert texts_of(short) == ["他在桥上等了很久很久。他走了。"]
 
 
 @pytest.mark.parametrize("name", DIALOGUES)

@@ -1,5 +1,6 @@
 """Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -342,6 +343,27 @@ def test_a_study_needs_a_learning_rate(loaded, input_ids):
     message = "^learning_rate must be given for a study, got None: give one, 1e-3 say, or complete"
     with pytest.raises(ValueError, match=message):
         SelfStudy(*loaded, input_ids, StudySettings(), given=GIVEN)
+
+
+def test_a_character_that_is_cut_is_not_learned(loaded):
+    base, tokenizer = loaded
+    ids = text.tokenize(tokenizer, f"{PAGE} The keeper of the lamp is Olaf 🎉")
+    with attached(base, settings_of("lora")) as model:
+        study = SelfStudy(model, tokenizer, ids[:-1], settings_of("lora"))
+    assert tokenizer.decode(ids[:-1]).endswith("\ufffd")
+    assert study._passages[-1].text.endswith("Olaf")
+
+
+def test_unknown_words_of_a_text_are_counted(loaded, caplog):
+    base, tokenizer = loaded
+    ids = text.tokenize(tokenizer, PAGE)
+    knows_less = copy.deepcopy(tokenizer)
+    knows_less.unk_token = tokenizer.convert_ids_to_tokens(ids[3].item())
+    with attached(base, settings_of("lora")) as model:
+        SelfStudy(model, tokenizer, ids, settings_of("lora"))
+        assert not caplog.text
+        SelfStudy(model, knows_less, ids, settings_of("lora"))
+    assert f"does not know {int((ids == ids[3]).sum())} tokens of the text" in caplog.text
 
 
 def test_a_study_needs_rows():

@@ -117,6 +117,28 @@ def test_the_sentences_are_parts_of_the_text_and_all_of_it(text):
     assert all(sentence == sentence.strip() != "" for sentence in sentences)
 
 
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The ferry is run by Node.JS and ASP.NET on Windows.",
+        "Her notes are in README.MD and in ./Start.sh on the server.",
+        r"The report is in C:\Data\Report.Final.TXT on the disk.",
+        "The password is Xk!Rt?9.Qz and the door code is 4711.",
+        "**Tickets.** They cost three euros and are sold on board.",
+    ],
+)
+def test_a_sentence_does_not_end_inside_a_word(sentence):
+    assert split_sentences(f"{sentence} The ferry leaves at ten.") == [
+        sentence,
+        "The ferry leaves at ten.",
+    ]
+
+
+def test_a_sentence_without_spaces_ends_before_the_next_one():
+    assert split_sentences("他来了。她走了！谁在桥上？") == ["他来了。", "她走了！", "谁在桥上？"]
+    assert split_sentences("It ends here.[1] The next one too.")[1:] == ["The next one too."]
+
+
 def test_a_long_text_is_split_in_a_moment():
     began = time.process_time()
     split_sentences("word " * 200_000)

@@ -97,8 +97,12 @@ def test_tokenize_gives_one_sequence_without_special_tokens_of_its_own(tokenizer
     assert tokenizer.decode(ids) == "Call me Ishmael."
 
 
-def test_a_text_keeps_the_start_token_of_its_tokenizer():
-    tokenizer = AutoTokenizer.from_pretrained(BACKBONE, bos_token="<start>", eos_token="<end>")
+# OPT has one token for the start of a text, its end and what is unknown.
+@pytest.mark.parametrize("unknown", [{}, {"unk_token": "<start>"}])
+def test_a_text_keeps_the_start_token_of_its_tokenizer(unknown):
+    tokenizer = AutoTokenizer.from_pretrained(
+        BACKBONE, bos_token="<start>", eos_token="<end>", **unknown
+    )
     ends = [("<start>", tokenizer.bos_token_id), ("<end>", tokenizer.eos_token_id)]
     template = TemplateProcessing(single="<start> $A <end>", special_tokens=ends)
     tokenizer.backend_tokenizer.post_processor = template

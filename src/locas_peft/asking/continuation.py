@@ -4,6 +4,7 @@ Axes: B rows of a batch, L their length, V vocabulary.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os.path import commonprefix
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "share_prefixes",
 ]
 
+_COMMENT = re.compile(r"#|//|/\*|--")
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
 Rows = Sequence[Sequence[int]]
@@ -451,6 +453,6 @@ def first_statement(text: str) -> str:
     """Return an answer that is code, from its first line on, else the first line of an answer."""
     first = first_line(text)
     lines = [line for line in text.splitlines() if line.strip()]
-    if is_code([first]) and is_code(lines):
+    if (is_code([first]) or _COMMENT.match(first)) and is_code(lines):
         return text.strip()
     return first

@@ -53,6 +53,9 @@ _MOST_PHRASE_WORDS = 3
 _PHRASE_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
 _QUESTION = re.compile(r"[^?？؟]*[?？؟]")
+# A Greek question ends with a semicolon, or with a character that looks like one.
+_GREEK_QUESTION = re.compile(r"[^?;\u037e]*[?;\u037e]")
+_GREEK = re.compile(r"[\u0370-\u037d\u0386-\u03ff\u1f00-\u1fff]")
 
 
 @dataclass
@@ -219,8 +222,7 @@ def _ask(
         replies = write_replies(host, tokenizer, requests, generator)
         for passage, reply in zip(asked, replies, strict=True):
             line = reply.strip().split("\n")[0]
-            asks = _QUESTION.match(line)
-            question = asks[0].strip() if asks else ""
+            question = find_question(line)
             if not is_about(question, passage, shared):
                 block.dropped.append(line)
                 continue
@@ -233,6 +235,13 @@ def _ask(
 def _fill(request: str, passage: Passage) -> str:
     request = request.replace("{subject}", passage.subject)
     return request.replace("{passage}", passage.text).strip()
+
+
+def find_question(line: str) -> str:
+    """Return a line up to the end of its first question; "" for no question."""
+    pattern = _GREEK_QUESTION if _GREEK.search(line) else _QUESTION
+    asks = pattern.match(line)
+    return asks[0].strip() if asks else ""
 
 
 def _is_duplicate(words: frozenset[str], other: frozenset[str]) -> bool:

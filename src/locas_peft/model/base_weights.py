@@ -38,6 +38,7 @@ def compute_once(
     compute: Callable[..., Any],
     *arguments: Hashable,
     reference: str | None = None,
+    state: Hashable = None,
 ) -> Any:
     """Return `compute(model, *arguments, reference)`: once in a process for each base.
 
@@ -49,10 +50,12 @@ def compute_once(
         compute: a function of the model and the arguments. Do not change what it returns.
         arguments: what the result depends on beside the base.
         reference: see `reference_active`.
+        state: what else the result depends on, such as the chat template of a tokenizer among the
+            arguments.
     """
     if reference is not None or _has_adapters_on(model):
         return compute(model, *arguments, reference)
-    key = model.config.name_or_path, fingerprint(model), compute, arguments
+    key = model.config.name_or_path, fingerprint(model), compute, arguments, state
     if key not in _KNOWN:
         if len(_KNOWN) == MOST_KNOWN:
             _KNOWN.clear()

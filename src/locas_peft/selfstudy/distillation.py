@@ -321,7 +321,11 @@ class Distillation:
             return self._others
         arguments = self._tokenizer, self._seed, current_day()
         lessons = compute_once(
-            self._model, write_replay_lessons, *arguments, reference=self._reference
+            self._model,
+            write_replay_lessons,
+            *arguments,
+            reference=self._reference,
+            state=str(self._tokenizer.chat_template),
         )
         for lesson in lessons:
             prompt = encode_question(self._tokenizer, *lesson.word(0))

@@ -160,7 +160,9 @@ class SelfStudy:
         self._passages: list[Passage] = []
         if given is None:
             check_window(self._host, window)
-            text = tokenizer.decode(input_ids, skip_special_tokens=True)
+            _warn_of_unknown(tokenizer, input_ids)
+            # Without the rest of a character that `max_tokens` cut.
+            text = tokenizer.decode(input_ids, skip_special_tokens=True).rstrip("\ufffd")
             self._passages = split_passages(tokenizer, text)
             _check_passages(len(self._passages))
         else:
@@ -315,6 +317,18 @@ class SelfStudy:
         self._distillation = None
         if state["distillation"] is not None:
             self._plan().load_state_dict(state["distillation"])
+
+
+def _warn_of_unknown(tokenizer: Any, input_ids: Tensor) -> None:
+    """Log how many tokens of a text the tokenizer does not know: passages lack these words."""
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:
+        return
+    unknown = int((input_ids == tokenizer.unk_token_id).sum())
+    if unknown:
+        _logger.warning(
+            "the tokenizer does not know %d tokens of the text: what is learned lacks them",
+            unknown,
+        )
 
 
 def _check_passages(passages: int) -> None:

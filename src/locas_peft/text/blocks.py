@@ -32,7 +32,8 @@ _TIME = (
 _LOG = regex.compile(rf"[\s\[(<]*(?:{_TIME}|{_LEVEL})")
 _ITEM = regex.compile(r"\s*(?:(?:[-*+•‣◦▪]|\(?\d{1,3}[.)]|\(?\p{L}\))\s+\S|\d{1,3}、)")
 _RULE = frozenset(" \t|:+=-")
-_FENCE = regex.compile(r"\s*(?:```|~~~)")
+# ```code``` on one line is code within a sentence.
+_FENCE = regex.compile(r"\s*(?:(?P<mark>```)[^`]*$|(?P<mark>~~~))")
 _HEADING = regex.compile(r"\s*(?:#{1,6}\s|\*\*|__)")
 _QUESTION_END = regex.compile(r"[?？؟\u037e][*_]*$")
 _INDENTED = regex.compile(r"  |\t")
@@ -197,19 +198,37 @@ def split_pairs(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
 def _list_paragraphs(lines: Sequence[str]) -> list[list[str]]:
     """Return the lines between blank lines; a fenced block of code is one paragraph."""
     paragraphs: list[list[str]] = [[]]
-    is_fenced = False
+    # The mark of the fence that is open: another one does not close it.
+    opened = ""
+    above = ""
     for line in lines:
-        is_fence = _FENCE.match(line) is not None
-        if is_fence and not is_fenced:
+        mark = _find_fence(line)
+        begins = bool(mark) and not opened and not _is_underline(line, above)
+        ends = bool(opened) and mark == opened
+        if begins:
             paragraphs.append([])
-        if is_fenced or line.strip():
+            opened = mark
+        if opened or line.strip():
             paragraphs[-1].append(line)
         else:
             paragraphs.append([])
-        if is_fence and is_fenced:
+        if ends:
             paragraphs.append([])
-        is_fenced = is_fenced != is_fence
+            opened = ""
+        above = line
     return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def _find_fence(line: str) -> str:
+    """Return the mark of a line that begins or ends fenced code; "" for another line."""
+    fence = _FENCE.match(line)
+    return fence["mark"] if fence else ""
+
+
+def _is_underline(line: str, above: str) -> bool:
+    """Return whether a line of tildes underlines the heading above it, as in reStructuredText."""
+    tildes = line.strip()
+    return set(tildes) == {"~"} and 0 < len(above.strip()) <= len(tildes)
 
 
 def _is_prose(lines: Sequence[str], whole: str) -> bool:
@@ -225,8 +244,10 @@ def _split_paragraph(lines: list[str], previous: str) -> list[Block]:
     Args:
         previous: the kind of the block before it.
     """
-    if _FENCE.match(lines[0]):
-        inner = [line for line in lines if not _FENCE.match(line)]
+    mark = _find_fence(lines[0])
+    if mark:
+        is_closed = len(lines) > 1 and _find_fence(lines[-1]) == mark
+        inner = lines[1:-1] if is_closed else lines[1:]
         return [Block("code", tuple(inner))]
     is_inside = previous == "code" and all(map(_INDENTED.match, lines))
     if is_inside or is_code(lines):

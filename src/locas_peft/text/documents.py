@@ -12,6 +12,7 @@ import torch
 
 from ..checks import invalid
 from .control_tokens import encode_text
+from .words import on_one_line
 
 __all__ = [
     "NAME",
@@ -38,10 +39,11 @@ def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
     A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows,
-    old Mac or Unix), byte-order marks and runs of spaces become single spaces.
+    old Mac or Unix), byte-order marks and runs of spaces become single spaces, line breaks within a
+    script without spaces nothing.
     """
     text = _normalize_line_breaks(text.replace("\ufeff", ""))
-    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    paragraphs = map(on_one_line, re.split(r"\n\s*\n", text))
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
@@ -173,8 +175,9 @@ def _cut_after(text: str, beginning: str) -> str:
 def find_start_token(tokenizer) -> int | None:
     """Return the token that a tokenizer puts at the start of a text; None where it puts none."""
     ids = tokenizer("a")["input_ids"]
-    # A vocabulary without "a" has an unknown token in its place.
-    if ids and ids[0] in tokenizer.all_special_ids and ids[0] != tokenizer.unk_token_id:
+    # A vocabulary without "a" has an unknown token in its place, which may be the start token too.
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if ids[:1] != plain[:1] and ids[0] in tokenizer.all_special_ids:
         return ids[0]
     return None
 

@@ -11,7 +11,7 @@ from .control_tokens import encode_text
 from .dialogues import ends_sentence, list_turns
 from .documents import NAME
 from .sentences import split_sentences
-from .words import split_words
+from .words import join_words, on_one_line, split_words
 
 __all__ = ["LONGEST_PASSAGE", "REPORTED", "Passage", "split_passages"]
 
@@ -77,6 +77,9 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     if blocks and blocks[0].kind == "text":
         title, blocks = _split_title(blocks)
         subject = _strip_marks(title) if title else _find_subject(text)
+    if len(encode_text(tokenizer, subject)) > most_tokens:
+        # It stands above each passage in a prompt.
+        subject = ""
     splitter = _Splitter(tokenizer, text, subject, most_tokens)
     passages: list[Passage] = []
     for block in blocks:
@@ -116,7 +119,7 @@ def _find_subject(text: str) -> str:
     if name is None:
         return ""
     subject = first[: name.end()]
-    return subject if len(subject.split()) <= _MOST_SUBJECT_WORDS else ""
+    return subject if _count_words(subject) <= _MOST_SUBJECT_WORDS else ""
 
 
 class _Splitter:
@@ -159,7 +162,7 @@ class _Splitter:
 
     def _split_turn(self, said: str, form: str) -> list[str]:
         """Return a reported turn whole where it is short, else the sentences of a line."""
-        whole = " ".join(said.split())
+        whole = on_one_line(said)
         if form != "{}" and self._fits(form.replace("{}", whole)):
             return [whole]
         return _list_sentences(said)
@@ -183,33 +186,33 @@ class _Splitter:
         pieces = []
         for question, answer in split_pairs(block.lines):
             sentences = self._list_sentences("\n".join(answer))
-            pieces += self._pack(_on_one_line(question), sentences, " ")
+            pieces += self._pack(on_one_line(question), sentences, " ")
         return self._state(pieces)
 
     def _split_list(self, block: Block) -> list[Passage]:
         passages: list[Passage] = []
         pieces: list[str] = []
         for item in split_items([line for line in block.lines if line]):
-            whole = _on_one_line(" ".join(item))
+            whole = on_one_line(" ".join(item))
             if self._fits(_join(block.introduction, whole)):
                 pieces.append(whole)
                 continue
             passages += self._join_short(block.introduction, pieces)
             pieces = []
             first, *others = self._list_sentences(item[0])
-            inner = [_on_one_line(line) for line in item[1:]]
+            inner = [on_one_line(line) for line in item[1:]]
             head = _join(block.introduction, first)
             passages += self._state(self._pack(head, [*others, *inner], " "))
         return passages + self._join_short(block.introduction, pieces)
 
     def _split_table(self, block: Block) -> list[Passage]:
         header, *rows = split_rows(block.lines)
-        names = [_on_one_line(name) for name in header]
+        names = [on_one_line(name) for name in header]
         pieces = []
         for row in rows:
             cells = []
             for name, cell in zip_longest(names, row, fillvalue=""):
-                value = _on_one_line(cell)
+                value = on_one_line(cell)
                 if value:
                     cells.append(f"{name}: {value}" if name else value)
             if cells:
@@ -220,7 +223,7 @@ class _Splitter:
     def _split_records(self, block: Block) -> list[Passage]:
         pieces = []
         for record in split_records([line for line in block.lines if line]):
-            fields = [_on_one_line(field) for field in record]
+            fields = [on_one_line(field) for field in record]
             pieces += self._pack(fields[0], fields[1:], "; ")
         return self._state(pieces)
 
@@ -228,7 +231,7 @@ class _Splitter:
         pieces = []
         for line in block.lines:
             if line:
-                pieces += self._cut(_on_one_line(line))
+                pieces += self._cut(on_one_line(line))
         return self._state(pieces)
 
     def _split_code(self, block: Block) -> list[Passage]:
@@ -266,7 +269,7 @@ class _Splitter:
         """Add a piece to the last passage; return False where there is none, or it does not fit."""
         if not passages:
             return False
-        joined = f"{passages[-1].text} {piece}"
+        joined = join_words(passages[-1].text, piece)
         if not self._fits(joined):
             return False
         passages[-1] = replace(passages[-1], text=joined)
@@ -309,14 +312,14 @@ class _Splitter:
 
     def _list_sentences(self, part: str) -> list[str]:
         """Return the sentences of a part of the text."""
-        return [_on_one_line(sentence) for sentence in split_sentences(part, self._text)]
+        return [on_one_line(sentence) for sentence in split_sentences(part, self._text)]
 
     def _fits(self, text: str) -> bool:
         return len(encode_text(self._tokenizer, text)) <= self._most_tokens
 
 
 def _list_sentences(text: str) -> list[str]:
-    return [_on_one_line(sentence) for sentence in split_sentences(text)]
+    return [on_one_line(sentence) for sentence in split_sentences(text)]
 
 
 def _list_paragraphs(text: str) -> list[str]:
@@ -353,7 +356,7 @@ def _is_marked(line: str) -> bool:
 
 
 def _strip_marks(heading: str) -> str:
-    return _on_one_line(heading.lstrip("#*_ ").rstrip("*_:, "))
+    return on_one_line(heading.lstrip("#*_ ").rstrip("*_:, "))
 
 
 def _list_code(text: str) -> list[str]:
@@ -378,10 +381,6 @@ def _join(head: str, text: str, joint: str = " ") -> str:
     if joint == "; " and ends_sentence(head):
         joint = " "
     return f"{head}{joint}{text}"
-
-
-def _on_one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _is_short(text: str) -> bool:

@@ -68,6 +68,12 @@ _PARAGRAPH_END = regex.compile(r"\n\s*\n")
 # A longer line is cut after a Chinese or Japanese sentence.
 _PIECE_CHARACTERS = 2_000
 _FULL_STOP = regex.compile(r"[。！？｡]+[」』”’）)]*")
+# The end of a sentence that no space follows, with its closing marks.
+_SPACELESS_END = regex.compile(
+    r"(?:[。！？｡]|[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}][.!?…]+)\p{P}*$"
+)
+_MOST_MARKS = 16
+_GOES_ON = regex.compile(r"[\w/\\*]")
 # The beginning of an item of a list, a row, a heading or a quotation.
 _ITEM = regex.compile(r"\s*(?:[-*+•]\s|\(?\d{1,3}[.)]\s|[|#>])")
 _ROW = regex.compile(r"\s*\||.*\t")
@@ -165,8 +171,18 @@ def _split_block(block: str, language: str) -> list[str]:
         ends += [begin + boundary["end_index"] for boundary in boundaries]
         begin += len(piece)
     # The number of an item of a list does not stand alone.
-    ends = [end for end in ends if end > start]
+    ends = [end for end in ends if end > start and not _is_inside(block, end)]
     return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
+
+
+def _is_inside(block: str, end: int) -> bool:
+    """Return whether a place is inside a word, such as README.MD, or before a mark of emphasis.
+
+    After a sentence of a script without spaces it is not.
+    """
+    if block[end - 1 : end].isspace() or _GOES_ON.match(block, end) is None:
+        return False
+    return _SPACELESS_END.search(block[max(0, end - _MOST_MARKS) : end]) is None
 
 
 def _cut(block: str) -> list[str]:

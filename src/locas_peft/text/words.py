@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 import regex
 
-__all__ = ["holds_phrase", "list_content_words", "list_runs", "split_words"]
+__all__ = [
+    "holds_phrase",
+    "join_words",
+    "list_content_words",
+    "list_runs",
+    "on_one_line",
+    "split_words",
+]
 
 _UNSPACED = {
     "han": r"\p{Han}々〆",
@@ -26,6 +33,9 @@ _SCRIPTS = {
 }
 _RUN = regex.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _SCRIPTS.items()))
 _ASCII_WORD = re.compile(r"[a-z0-9_]+")
+# A character or mark of a script without spaces.
+_SPACELESS = rf"[{_ALL_UNSPACED}\p{{Katakana}}ー、。，！？；：「」『』（）《》〈〉【】]"
+_SPACELESS_BREAK = regex.compile(rf"(?<={_SPACELESS})[^\S\n]*\n\s*(?={_SPACELESS})")
 # A character of a word that has spaces around it.
 _SPACED = rf"[^\W{_ALL_UNSPACED}]"
 
@@ -56,6 +66,20 @@ def split_words(text: str) -> list[str]:
         else:
             words.append(run)
     return words
+
+
+def on_one_line(text: str) -> str:
+    """Return a text on one line, with single spaces.
+
+    A line break within a script without spaces leaves none.
+    """
+    return " ".join(_SPACELESS_BREAK.sub("", text).split())
+
+
+def join_words(first: str, second: str) -> str:
+    """Join two texts by a space; by nothing within a script without spaces."""
+    is_spaceless = regex.search(rf"{_SPACELESS}\Z", first) and regex.match(_SPACELESS, second)
+    return f"{first}{second}" if is_spaceless else f"{first} {second}"
 
 
 def list_content_words(text: str) -> frozenset[str]:
