@@ -15,7 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from paper_tables.command import add_run_options, running
 from torch import Tensor, nn
 
 from locas_peft.asking import continue_rows, encode_question, share_prefixes
-from locas_peft.asking.prompts import list_stops
+from locas_peft.asking.prompts import SHORT_PROMPT, list_stops
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.exchanges import PER_PASSAGE, Exchange, write_exchanges, write_replies
 from locas_peft.exchanges.question_words import ENGLISH
@@ -41,9 +41,15 @@ from locas_peft.exchanges.writing import list_phrases
 from locas_peft.files import load_json, write_json
 from locas_peft.model import CausalLM
 from locas_peft.selfstudy import SelfStudy, split_passages
+from locas_peft.selfstudy.distillation import BATCH as LESSONS
 from locas_peft.selfstudy.distillation import Distillation
 from locas_peft.selfstudy.lessons import CANDIDATES, FORMS, Lesson, make_lesson
-from locas_peft.slots.discriminants import upper_layers_trained
+from locas_peft.selfstudy.schedule import Schedule
+from locas_peft.slots.discriminants import (
+    can_tell_apart,
+    lift_norm_clip,
+    upper_layers_trained,
+)
 from locas_peft.stages import StudySettings, attached, complete
 from locas_peft.tables import format_figure, format_mean, format_percent
 from locas_peft.text import tokenize
@@ -52,6 +58,9 @@ from locas_peft.tuner import evaluating
 
 PACKAGE = "passages"
 """The row of the package's study: the answer to each question is its passage."""
+SHORT = "short"
+"""The row of the package's lessons, and beside each written question one that asks for a few words.
+Its answer is the teacher's, where that costs it at most `MOST_NATS`; else there is none."""
 RESTATEMENTS = (
     'Summarize the text "{}".',
     'List the facts of the text "{}".',
@@ -63,6 +72,7 @@ RESTATEMENTS = (
 JOIN = "{}\n{}\n\nWrite a question that joins these two facts."
 BLANK = "Complete the sentence: {} ..."
 ANSWER_TOKENS = 40
+SHORT_TOKENS = 16
 RESTATEMENT_TOKENS = 96
 TEMPERATURE = 0.7
 BATCH = 64
@@ -88,6 +98,7 @@ ROWS = {
     "chosen": Row(QUESTIONS, chosen=True),
     "material": Row(LINES),
     "material-chosen": Row(LINES, chosen=True),
+    SHORT: Row(QUESTIONS),
     **{line: Row((line,)) for line in LINES},
 }
 
@@ -103,7 +114,13 @@ class Prompt:
 
 
 class TimedDistillation(Distillation):
-    """A distillation of ready lessons that ends with a budget of processor seconds."""
+    """A distillation of ready lessons that ends with a budget of processor seconds.
+
+    Args:
+        lessons, texts: what is learned, and for each lesson its answer, or the passage that has it.
+        parts: of each lesson, what it shares with others how far it is learned.
+        tells_apart: as for `Distillation`.
+    """
 
     def __init__(
         self,
@@ -113,12 +130,19 @@ class TimedDistillation(Distillation):
         texts: Sequence[str],
         settings: StudySettings,
         budget: float,
+        parts: Sequence[str] | None = None,
+        tells_apart: bool = False,
     ):
         exchanges = []
         for lesson, text in zip(lessons, texts, strict=True):
             exchanges.append(Exchange(lesson.question, text))
-        super().__init__(model, tokenizer, exchanges, settings)
+        super().__init__(model, tokenizer, exchanges, settings, tells_apart=tells_apart)
         self._lessons = list(lessons)
+        if parts is not None:
+            passes = self._schedule.total // len(lessons)
+            self._schedule = Schedule(
+                parts, wordings=len(FORMS), passes=passes, batch=LESSONS, seed=settings.seed
+            )
         self._budget = budget
         self._began = time.process_time()
 
@@ -132,7 +156,7 @@ class TimedDistillation(Distillation):
         return self._measure_share() >= 1
 
     def step(self) -> float:
-        with evaluating(self._model), upper_layers_trained(self._model, False):
+        with evaluating(self._model), upper_layers_trained(self._model, self._tells_apart):
             loss = self._learn(self._measure_share())
         self._losses.append(loss)
         self.steps += 1
@@ -178,8 +202,23 @@ class Teacher:
             seconds += self._exchange_seconds
         return lessons, texts, seconds
 
+    def make_short(self) -> tuple[list[Lesson], list[str], list[str], float]:
+        """Return the lessons of `SHORT`, their passages, their parts, and the seconds of writing."""
+        if "short" not in self._lines:
+            self._lines["short"] = self._write_line("short")
+        lessons = [make_lesson(exchange, self._tokenizer) for exchange in self._exchanges]
+        texts = [exchange.answer for exchange in self._exchanges]
+        parts = list(texts)
+        short_lessons, _, losses, seconds = self._lines["short"]
+        for lesson, nats in zip(short_lessons, losses, strict=True):
+            if nats <= MOST_NATS:
+                lessons.append(_without_subject(lesson))
+                texts.append(lesson.subject)
+                parts.append(f"in a few words: {lesson.question}")
+        return lessons, texts, parts, seconds + self._exchange_seconds
+
     def _write_line(self, line: str) -> tuple[list[Lesson], list[str], list[float], float]:
-        if line in QUESTIONS and not self._exchanges:
+        if line in (*QUESTIONS, SHORT) and not self._exchanges:
             began = time.process_time()
             for block in write_exchanges(self._base, self._tokenizer, self._passages, PER_PASSAGE):
                 self._exchanges += block.exchanges
@@ -211,6 +250,10 @@ class Teacher:
         for number, exchange in enumerate(self._exchanges):
             if exchange.question.startswith(beginnings) == phrases:
                 yield Prompt(exchange.question, FORMS[number % len(FORMS)], exchange.answer)
+
+    def _list_short(self) -> Iterator[Prompt]:
+        for prompt in self._list_questions():
+            yield replace(prompt, form=SHORT_PROMPT, most_tokens=SHORT_TOKENS)
 
     def _list_restatements(self) -> Iterator[Prompt]:
         for number in range(2 * len(self._passages) + len(RESTATEMENTS)):
@@ -323,13 +366,23 @@ def measure_teacher(
     """Distil a row's material into a memory; return the figures."""
     settings = make_settings(bench, rate)
     effects = SideEffects(bench)
-    lessons, texts, writing = teacher.make(row)
+    parts = None
+    if row is ROWS[SHORT]:
+        lessons, texts, parts, writing = teacher.make_short()
+    else:
+        lessons, texts, writing = teacher.make(row)
     with attached(bench.base, settings) as model:
         began = time.process_time()
         ids = tokenize(bench.tokenizer, document.text)
         calibrate_empty(model, ids[None])
         left = max(1.0, budget - writing)
-        learned = TimedDistillation(model, bench.tokenizer, lessons, texts, settings, left)
+        tells_apart = parts is not None and can_tell_apart(model, len(set(texts)))
+        if tells_apart:
+            lift_norm_clip(model)
+        learned = TimedDistillation(
+            model, bench.tokenizer, lessons, texts, settings, left, parts, tells_apart
+        )
+        learned.begin()
         while not learned.is_done:
             learned.step()
         figures = {"seconds": writing + time.process_time() - began, "writing": writing}
