@@ -27,11 +27,11 @@ from locas_peft.asking import Answer, Answerer, Question, count_right
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import token_f1
+from locas_peft.exchanges import Exchange
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
-from locas_peft.selfstudy import Exchange
 from locas_peft.stages import Place, study
 from locas_peft.text import tokenize
 

@@ -48,10 +48,10 @@ from locas_peft.asking import (
 )
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
+from locas_peft.exchanges import Exchange
 from locas_peft.files import load_json, load_json_lines, write_json
 from locas_peft.library import Library, LibraryAnswerer
 from locas_peft.memories import memory_attached
-from locas_peft.selfstudy import Exchange
 from locas_peft.stages import Place, StudySettings, study
 from locas_peft.text import tokenize
 

@@ -30,10 +30,10 @@ from measuring import describe_machine, make_table, study_into
 
 from locas_peft.asking import Answer, Answerer, Question, count_right, load_questions
 from locas_peft.bases import load_base
+from locas_peft.exchanges import Exchange
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, LibraryAnswerer, score_by_words
 from locas_peft.library.routing import LEAST_SCORE, join_exchanges, list_passages
-from locas_peft.selfstudy import Exchange
 from locas_peft.stages import StudySettings
 
 SIZES = (6, 20, 50)

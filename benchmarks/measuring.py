@@ -30,9 +30,9 @@ from locas_peft.asking import (
 )
 from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
+from locas_peft.exchanges import Exchange
 from locas_peft.library import Library, make_sample
 from locas_peft.model import CausalLM
-from locas_peft.selfstudy import Exchange
 from locas_peft.stages import Place, StudyRecord, StudySettings, parse_method, study
 from locas_peft.text import tokenize
 

@@ -9,8 +9,8 @@ import argparse
 
 from locas_peft.asking import Question
 from locas_peft.bases import load_base
+from locas_peft.exchanges import Exchange
 from locas_peft.library import Library, LibraryAnswerer
-from locas_peft.selfstudy import Exchange
 from locas_peft.stages import StudySettings
 
 NOTES = {

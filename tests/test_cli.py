@@ -422,17 +422,32 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 
 
 def test_progress_that_is_redirected_is_a_line_now_and_then(monkeypatch):
-    seconds = iter((0.0, 0.0, 1.0, 31.5, 40.0, 50.0, 90.0, 100.0, 200.0))
+    seconds = iter((0.0, 1.0, 31.5, 40.0, 50.0, 90.0, 300.0, 400.0))
     monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
     stream = io.StringIO()
     with console.show_progress(Console(file=stream, width=120)) as progress:
         advance = progress("locas-glu", 200)
-        for steps, note in ((20, "a"), (60, "b"), (20, "c"), (20, ""), (20, ""), (0, ""), (60, "")):
+        for steps, note in ((20, "a"), (61, "b"), (19, "c"), (20, ""), (20, ""), (4, ""), (56, "")):
             advance(steps, note)
     lines = stream.getvalue().splitlines()
-    # At the speed since the line before: 80 in 31.5 s, then 60 in 58.5 s.
-    assert lines[0] == "locas-glu   40% b, 47 s left"
-    assert lines[1:] == ["locas-glu   70% c, 58 s left", "locas-glu  100% c"]
+    # At the speed since the first step or the line before: 61 in 30.5 s, 59 in 58.5 s, 4 in 210 s.
+    assert lines[0] == "locas-glu   40% b, 60 s left"
+    assert lines[1:3] == ["locas-glu   70% c, 59 s left", "locas-glu   72% c, 49 min left"]
+    assert lines[3:] == ["locas-glu  100% c"]
+
+
+def test_the_first_step_tells_no_time_that_is_left(monkeypatch):
+    seconds = iter((0.0, 200.0, 240.0))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
+    stream = io.StringIO()
+    with console.show_progress(Console(file=stream, width=120)) as progress:
+        advance = progress("write", 96)
+        advance(32, "380 exchanges")
+        advance(32, "760 exchanges")
+    assert stream.getvalue().splitlines() == [
+        "write       33% 380 exchanges",
+        "write       67% 760 exchanges, 40 s left",
+    ]
 
 
 def test_progress_on_a_terminal_is_bars():

@@ -149,6 +149,10 @@ def test_questions_are_in_the_language_of_the_text(text_of_page, question, other
     [
         ("Who is it? I ask.", "Who is it?"),
         ("Who is it; I ask.", ""),
+        (
+            "What is the value of α; and who measured it?",
+            "What is the value of α; and who measured it?",
+        ),
         ("Ποιος είναι ο καπετάνιος; Δεν ξέρω.", "Ποιος είναι ο καπετάνιος;"),
         ("Πότε φεύγει το πλοίο\u037e", "Πότε φεύγει το πλοίο\u037e"),
         ("谁开了书店？", "谁开了书店？"),

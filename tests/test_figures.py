@@ -309,7 +309,7 @@ def test_the_choice_of_a_method_rests_on_the_table_of_studies():
     names = ("BM25's best sentence, no model", "study", "study, and BM25's sentences")
     printed, remembered, both = (joined[name][0].split()[0] for name in names)
     asked = joined["study"][-1]
-    of_twelve = f"of 12 paragraphs BM25's best sentence has {printed}% of {asked} answers"
+    of_twelve = f"of 12 paragraphs BM25's best sentence answers {printed}% of {asked} questions"
     assert f"{of_twelve}, a memory {remembered}%, with BM25's sentences {both}%" in choice
     studied = find_right("Locas r=64, studied")
     assert f"{studied}% of {count}; without a memory {find_right('no memory')}%" in choice

@@ -311,6 +311,10 @@ def test_a_long_beginning_is_no_subject(begin, tokenizer):
             "```ferry --start 7``` starts the ferry at seven.\n\nHer captain is Nadia Corvin.",
             ["```ferry --start 7``` starts the ferry at seven.", "Her captain is Nadia Corvin."],
         ),
+        (
+            "````\nx = 3\n```\ny = 4\n````\n\nIt sets both of the values.",
+            ["x = 3\n```\ny = 4", "It sets both of the values."],
+        ),
         # Another mark does not close a fence.
         (
             "```\nx = 3\n~~~\ny = 4\n```\n\nIt sets both of the values.",
@@ -325,7 +329,8 @@ def test_a_fence_is_a_line_of_its_own_and_ends_with_its_mark(text, passages, tok
 def test_a_heading_that_tildes_underline_begins_no_code():
     text = "Tickets\n~~~~~~~\n\nA ticket costs three euros.\n\nTimes\n~~~~~\n\nIt leaves at ten."
     assert {block.kind for block in list_blocks(text)} == {"text"}
-    assert [block.kind for block in list_blocks("Example:\n~~~\nx = 3\n~~~")] == ["text", "code"]
+    fenced = "Run\n~~~\nls -l ferry\n~~~\n~~~\nls\n~~~\n\nIt leaves at ten."
+    assert [block.kind for block in list_blocks(fenced)] == ["text", "code", "text"]
 
 
 def test_a_hard_wrapped_script_without_spaces_gets_none(tokenizer):
@@ -333,6 +338,8 @@ def test_a_hard_wrapped_script_without_spaces_gets_none(tokenizer):
     text = f"{words}\n{words}\n{words}\n参观。"
     assert texts_of(split_passages(tokenizer, text, 2000)) == [text.replace("\n", "")]
     assert unwrap(text) == text.replace("\n", "")
+    # Short lines are items, not wrapped.
+    assert unwrap("苹果三元\n香蕉四元") == "苹果三元 香蕉四元"
     short = split_passages(tokenizer, "他在桥上等了很久很久。他走了。", 300)
     assert texts_of(short) == ["他在桥上等了很久很久。他走了。"]
 

@@ -1,4 +1,4 @@
-"""Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
+"""Self-study: what is learned and kept, and that an interruption changes no bit."""
 
 import copy
 import dataclasses

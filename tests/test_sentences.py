@@ -136,7 +136,15 @@ def test_a_sentence_does_not_end_inside_a_word(sentence):
 
 def test_a_sentence_without_spaces_ends_before_the_next_one():
     assert split_sentences("他来了。她走了！谁在桥上？") == ["他来了。", "她走了！", "谁在桥上？"]
+    assert split_sentences("他用了这个手机.它很好用。") == ["他用了这个手机.", "它很好用。"]
+    assert split_sentences("他说：“船来了。”她走了。")[-1] == "她走了。"
+    assert split_sentences('He said "No."She left.')[-1] == "She left."
     assert split_sentences("It ends here.[1] The next one too.")[1:] == ["The next one too."]
+
+
+def test_a_sentence_has_the_marks_of_its_emphasis():
+    emphasised = ["*It leaves at ten.*", "*It costs three euros.*", "_She stays on board._"]
+    assert split_sentences(" ".join(emphasised)) == emphasised
 
 
 def test_a_long_text_is_split_in_a_moment():

@@ -117,8 +117,8 @@ class ProgressLines:
         task = self._bars.add_task(description, total=total, visible=False, note="")
         done = 0
         latest = ""
-        # When the line before was printed, and what was done then.
-        before = (time.monotonic(), 0)
+        # When the line before was printed, or the first step was done, and what was done then.
+        before: tuple[float, int] | None = None
 
         def advance(steps: int, note: str = "") -> None:
             nonlocal done, latest, before
@@ -131,7 +131,7 @@ class ProgressLines:
             is_due = done >= total or now > self._printed + PLAIN_SECONDS
             if is_due and not self._console.is_terminal:
                 parts = [latest]
-                if before[1] < done < total:
+                if before and before[1] < done < total:
                     seconds = (now - before[0]) * (total - done) / (done - before[1])
                     parts.append(_describe_left(seconds))
                 self._printed = now
@@ -139,6 +139,8 @@ class ProgressLines:
                 share = done / max(total, 1)
                 text = ", ".join(filter(None, parts))
                 self._console.print(f"{description:10} {share:4.0%} {text}".rstrip())
+            elif before is None:
+                before = (now, done)
 
         return advance
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from ..asking import continue_rows, encode_prompt, share_prefixes
 from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
-from ..text import LONGEST_PASSAGE, REPORTED, Passage, list_content_words, split_words
+from ..text import (
+    LONGEST_PASSAGE,
+    REPORTED,
+    Passage,
+    guess_language,
+    list_content_words,
+    split_words,
+)
 from ..tuner import adapters_disabled, evaluating
 from .consistency import keep_consistent
 from .file import Exchange
@@ -55,7 +62,6 @@ _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
 _QUESTION = re.compile(r"[^?？؟]*[?？؟]")
 # A Greek question ends with a semicolon, or with a character that looks like one.
 _GREEK_QUESTION = re.compile(r"[^?;\u037e]*[?;\u037e]")
-_GREEK = re.compile(r"[\u0370-\u037d\u0386-\u03ff\u1f00-\u1fff]")
 
 
 @dataclass
@@ -239,7 +245,7 @@ def _fill(request: str, passage: Passage) -> str:
 
 def find_question(line: str) -> str:
     """Return a line up to the end of its first question; "" for no question."""
-    pattern = _GREEK_QUESTION if _GREEK.search(line) else _QUESTION
+    pattern = _GREEK_QUESTION if guess_language(line) == "el" else _QUESTION
     asks = pattern.match(line)
     return asks[0].strip() if asks else ""
 

@@ -321,7 +321,7 @@ class SelfStudy:
 
 def _warn_of_unknown(tokenizer: Any, input_ids: Tensor) -> None:
     """Log how many tokens of a text the tokenizer does not know: passages lack these words."""
-    if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:
+    if tokenizer.unk_token_id in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
         return
     unknown = int((input_ids == tokenizer.unk_token_id).sum())
     if unknown:

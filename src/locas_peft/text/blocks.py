@@ -33,7 +33,7 @@ _LOG = regex.compile(rf"[\s\[(<]*(?:{_TIME}|{_LEVEL})")
 _ITEM = regex.compile(r"\s*(?:(?:[-*+•‣◦▪]|\(?\d{1,3}[.)]|\(?\p{L}\))\s+\S|\d{1,3}、)")
 _RULE = frozenset(" \t|:+=-")
 # ```code``` on one line is code within a sentence.
-_FENCE = regex.compile(r"\s*(?:(?P<mark>```)[^`]*$|(?P<mark>~~~))")
+_FENCE = regex.compile(r"\s*(?:(?P<mark>`{3,})[^`]*$|(?P<mark>~{3,}))")
 _HEADING = regex.compile(r"\s*(?:#{1,6}\s|\*\*|__)")
 _QUESTION_END = regex.compile(r"[?？؟\u037e][*_]*$")
 _INDENTED = regex.compile(r"  |\t")
@@ -198,16 +198,15 @@ def split_pairs(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
 def _list_paragraphs(lines: Sequence[str]) -> list[list[str]]:
     """Return the lines between blank lines; a fenced block of code is one paragraph."""
     paragraphs: list[list[str]] = [[]]
-    # The mark of the fence that is open: another one does not close it.
+    # The mark of the fence that is open.
     opened = ""
     above = ""
     for line in lines:
-        mark = _find_fence(line)
-        begins = bool(mark) and not opened and not _is_underline(line, above)
-        ends = bool(opened) and mark == opened
-        if begins:
-            paragraphs.append([])
-            opened = mark
+        ends = bool(opened) and _closes(line, opened)
+        if not opened and not _is_underline(line, above):
+            opened = _find_fence(line)
+            if opened:
+                paragraphs.append([])
         if opened or line.strip():
             paragraphs[-1].append(line)
         else:
@@ -215,7 +214,7 @@ def _list_paragraphs(lines: Sequence[str]) -> list[list[str]]:
         if ends:
             paragraphs.append([])
             opened = ""
-        above = line
+        above = "" if ends else line
     return [paragraph for paragraph in paragraphs if paragraph]
 
 
@@ -225,10 +224,19 @@ def _find_fence(line: str) -> str:
     return fence["mark"] if fence else ""
 
 
+def _closes(line: str, mark: str) -> bool:
+    """Return whether a line ends fenced code: as many marks of its kind as began it, or more."""
+    marks = line.strip()
+    return len(marks) >= len(mark) and set(marks) == {mark[0]}
+
+
 def _is_underline(line: str, above: str) -> bool:
-    """Return whether a line of tildes underlines the heading above it, as in reStructuredText."""
+    """Return whether a line of tildes underlines the heading above it, as in reStructuredText.
+
+    Three tildes may begin code.
+    """
     tildes = line.strip()
-    return set(tildes) == {"~"} and 0 < len(above.strip()) <= len(tildes)
+    return set(tildes) == {"~"} and len(tildes) > 3 and 0 < len(above.strip()) <= len(tildes)
 
 
 def _is_prose(lines: Sequence[str], whole: str) -> bool:
@@ -246,7 +254,7 @@ def _split_paragraph(lines: list[str], previous: str) -> list[Block]:
     """
     mark = _find_fence(lines[0])
     if mark:
-        is_closed = len(lines) > 1 and _find_fence(lines[-1]) == mark
+        is_closed = len(lines) > 1 and _closes(lines[-1], mark)
         inner = lines[1:-1] if is_closed else lines[1:]
         return [Block("code", tuple(inner))]
     is_inside = previous == "code" and all(map(_INDENTED.match, lines))

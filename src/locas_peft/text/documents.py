@@ -39,8 +39,8 @@ def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
     A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows,
-    old Mac or Unix), byte-order marks and runs of spaces become single spaces, line breaks within a
-    script without spaces nothing.
+    old Mac or Unix), byte-order marks and runs of spaces become single spaces. The break of a
+    hard-wrapped line of Chinese or Japanese leaves none.
     """
     text = _normalize_line_breaks(text.replace("\ufeff", ""))
     paragraphs = map(on_one_line, re.split(r"\n\s*\n", text))

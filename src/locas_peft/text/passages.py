@@ -26,6 +26,7 @@ _MARK = re.compile(r"#{1,6}\s")
 _PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?=#{1,6}\s)")
 _FEWEST_WORDS = 5
 _MOST_SUBJECT_WORDS = 8
+_WITHIN_WORD = re.compile(r"(?<=\w)['’-](?=\w)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def split_passages(tokenizer: Any, text: str, most_tokens: int = LONGEST_PASSAGE
     A small model writes far better questions about a short passage than about a page. What a
     passage is depends on the kind of the text's blocks (see `list_blocks`):
 
-    - Prose: a sentence. Its line breaks become spaces. The first one below a heading begins with
+    - Prose: a sentence on one line (see `on_one_line`). The first one below a heading begins with
       the heading. The title of the text is the passages' subject, and no passage.
     - A dialogue: a turn, put as reported speech, with the date where a line above has one: Ann
       said: "I moved to Bergen." on 8 May, 2023. A small model then asks about facts, and not as one
@@ -119,7 +120,9 @@ def _find_subject(text: str) -> str:
     if name is None:
         return ""
     subject = first[: name.end()]
-    return subject if _count_words(subject) <= _MOST_SUBJECT_WORDS else ""
+    # "l'histoire" is one word here.
+    words = _count_words(_WITHIN_WORD.sub("", subject))
+    return subject if words <= _MOST_SUBJECT_WORDS else ""
 
 
 class _Splitter:

@@ -68,12 +68,17 @@ _PARAGRAPH_END = regex.compile(r"\n\s*\n")
 # A longer line is cut after a Chinese or Japanese sentence.
 _PIECE_CHARACTERS = 2_000
 _FULL_STOP = regex.compile(r"[。！？｡]+[」』”’）)]*")
-# The end of a sentence that no space follows, with its closing marks.
+_SPACELESS = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+# The end of a sentence that no space need follow, with its closing marks.
 _SPACELESS_END = regex.compile(
-    r"(?:[。！？｡]|[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}][.!?…]+)\p{P}*$"
+    rf"(?:[。！？｡．।॥؟۔։።။]|[{_SPACELESS}][.!?…]+)\p{{P}}*$|[.!?…][\"'”’»)\]]+$"
 )
 _MOST_MARKS = 16
-_GOES_ON = regex.compile(r"[\w/\\*]")
+# A word that goes on, as in README.MD, or a path.
+_GOES_ON = regex.compile(rf"(?![{_SPACELESS}])[\w/\\*]")
+_EMPHASIS = regex.compile(r"[*_]+(?=\s|$)")
+# Fewer words in emphasis are a label of what follows them.
+_FEWEST_EMPHASISED = 3
 # The beginning of an item of a list, a row, a heading or a quotation.
 _ITEM = regex.compile(r"\s*(?:[-*+•]\s|\(?\d{1,3}[.)]\s|[|#>])")
 _ROW = regex.compile(r"\s*\||.*\t")
@@ -171,18 +176,30 @@ def _split_block(block: str, language: str) -> list[str]:
         ends += [begin + boundary["end_index"] for boundary in boundaries]
         begin += len(piece)
     # The number of an item of a list does not stand alone.
-    ends = [end for end in ends if end > start and not _is_inside(block, end)]
-    return [block[begin:end] for begin, end in pairwise([0, *ends, len(block)])]
+    places = [0]
+    for end in ends:
+        place = _find_place(block, places[-1], end)
+        if place > start:
+            places.append(place)
+    return [block[begin:end] for begin, end in pairwise([*places, len(block)])]
 
 
-def _is_inside(block: str, end: int) -> bool:
-    """Return whether a place is inside a word, such as README.MD, or before a mark of emphasis.
+def _find_place(block: str, begin: int, end: int) -> int:
+    """Return where a sentence ends whose end is proposed; 0 where none ends there.
 
-    After a sentence of a script without spaces it is not.
+    It ends behind the marks of its emphasis, and not inside a word such as README.MD.
+
+    Args:
+        begin: of the sentence.
     """
+    emphasis = _EMPHASIS.match(block, end)
+    if emphasis is not None:
+        is_label = len(block[begin:end].split()) < _FEWEST_EMPHASISED
+        return 0 if is_label else emphasis.end()
     if block[end - 1 : end].isspace() or _GOES_ON.match(block, end) is None:
-        return False
-    return _SPACELESS_END.search(block[max(0, end - _MOST_MARKS) : end]) is None
+        return end
+    is_spaceless = _SPACELESS_END.search(block[max(0, end - _MOST_MARKS) : end]) is not None
+    return end if is_spaceless else 0
 
 
 def _cut(block: str) -> list[str]:

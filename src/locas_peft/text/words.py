@@ -33,9 +33,13 @@ _SCRIPTS = {
 }
 _RUN = regex.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _SCRIPTS.items()))
 _ASCII_WORD = re.compile(r"[a-z0-9_]+")
-# A character or mark of a script without spaces.
-_SPACELESS = rf"[{_ALL_UNSPACED}\p{{Katakana}}ー、。，！？；：「」『』（）《》〈〉【】]"
-_SPACELESS_BREAK = regex.compile(rf"(?<={_SPACELESS})[^\S\n]*\n\s*(?={_SPACELESS})")
+# A character or mark of Chinese or Japanese. In Thai a space ends a sentence.
+_CJK_MARKS = "ー、。，！？；：「」『』（）《》〈〉【】"
+_SPACELESS = rf"[{_UNSPACED['han']}{_UNSPACED['hiragana']}\p{{Katakana}}{_CJK_MARKS}]"
+# The break of a line that is long enough to be hard-wrapped; shorter ones are items of a list.
+_SPACELESS_BREAK = regex.compile(rf"(?<=[^\n]{{15}}{_SPACELESS})[^\S\n]*\n\s*(?={_SPACELESS})")
+_SPACELESS_END = regex.compile(r"[。！？｡][」』”’）》】]*\Z")
+_SPACELESS_START = regex.compile(rf"[\p{{Pi}}\p{{Ps}}]*{_SPACELESS}")
 # A character of a word that has spaces around it.
 _SPACED = rf"[^\W{_ALL_UNSPACED}]"
 
@@ -71,14 +75,14 @@ def split_words(text: str) -> list[str]:
 def on_one_line(text: str) -> str:
     """Return a text on one line, with single spaces.
 
-    A line break within a script without spaces leaves none.
+    The break of a hard-wrapped line of Chinese or Japanese leaves none.
     """
     return " ".join(_SPACELESS_BREAK.sub("", text).split())
 
 
 def join_words(first: str, second: str) -> str:
-    """Join two texts by a space; by nothing within a script without spaces."""
-    is_spaceless = regex.search(rf"{_SPACELESS}\Z", first) and regex.match(_SPACELESS, second)
+    """Join two texts by a space; two sentences of Chinese or Japanese by nothing."""
+    is_spaceless = _SPACELESS_END.search(first) and _SPACELESS_START.match(second)
     return f"{first}{second}" if is_spaceless else f"{first} {second}"
 
 
