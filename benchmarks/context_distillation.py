@@ -7,8 +7,10 @@ In context distillation the teacher is the base with the text in its context, an
 model with the memory and without the text. What the student is asked is called material here; its
 lines are `LINES`. The base answers it with the whole passage before it. The student learns the
 teacher's distributions: the `CANDIDATES` likeliest tokens and the rest. It has the package's
-anchor, schedule, rate and width. Its time ends where that of the package's study of the same
-passage ended; writing counts in both. Each row and passage has a JSON file in OUT/HOST.
+anchor, schedule, rate and width. Each lesson has one wording, where the package's have three, and
+only the rows `passages` and `short` have discriminants. The time of a row ends where that of the
+package's study of the same passage ended; writing counts in both. Each row and passage has a JSON
+file in OUT/HOST.
 """
 
 import argparse
@@ -86,10 +88,17 @@ QUESTIONS = LINES[:2]
 
 @dataclass(frozen=True)
 class Row:
-    """What is taught, and whether an answer that costs the teacher much is the passage instead."""
+    """What is taught.
+
+    Args:
+        lines: of the material.
+        chosen: whether the passage is the target where the teacher's answer costs it much.
+        with_passages: whether the package's lessons are taught, and the lines beside them.
+    """
 
     lines: tuple[str, ...]
     chosen: bool = False
+    with_passages: bool = False
 
 
 ROWS = {
@@ -98,7 +107,7 @@ ROWS = {
     "chosen": Row(QUESTIONS, chosen=True),
     "material": Row(LINES),
     "material-chosen": Row(LINES, chosen=True),
-    SHORT: Row(QUESTIONS),
+    SHORT: Row((SHORT,), with_passages=True),
     **{line: Row((line,)) for line in LINES},
 }
 
@@ -171,8 +180,8 @@ class Teacher:
         self._base = bench.base
         self._host = CausalLM(bench.base)
         self._document = document
-        self._generator = torch.Generator(self._host.device).manual_seed(0)
-        self._random = random.Random(0)
+        self._generator = torch.Generator(self._host.device)
+        self._random = random.Random()
         ids = tokenize(self._tokenizer, document.text)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         self._passages = split_passages(self._tokenizer, text)
@@ -223,6 +232,8 @@ class Teacher:
             for block in write_exchanges(self._base, self._tokenizer, self._passages, PER_PASSAGE):
                 self._exchanges += block.exchanges
             self._exchange_seconds = time.process_time() - began
+        self._generator.manual_seed(0)
+        self._random.seed(0)
         began = time.process_time()
         with torch.no_grad(), evaluating(self._base):
             prompts = list(getattr(self, f"_list_{line}")())
@@ -367,7 +378,7 @@ def measure_teacher(
     settings = make_settings(bench, rate)
     effects = SideEffects(bench)
     parts = None
-    if row is ROWS[SHORT]:
+    if row.with_passages:
         lessons, texts, parts, writing = teacher.make_short()
     else:
         lessons, texts, writing = teacher.make(row)
@@ -427,7 +438,10 @@ def fill(bench: KnowledgeBench, arguments: argparse.Namespace, folder: Path) -> 
             elif key == PACKAGE:
                 figures = measure_package(bench, document, arguments.rate)
             else:
-                budget = load_json(name_file(folder, document, PACKAGE, None))["seconds"]
+                package = name_file(folder, document, PACKAGE, None)
+                if not package.exists():
+                    raise ValueError(f"--rows must have {PACKAGE!r} first: it sets the time")
+                budget = load_json(package)["seconds"]
                 figures = measure_teacher(
                     bench, document, teacher, ROWS[key], budget, arguments.rate
                 )
@@ -453,7 +467,7 @@ def tabulate(folder: Path, passages: Sequence[int]) -> str:
             rows.setdefault(file.stem, []).append(load_json(file))
     lines = []
     for slug, results in rows.items():
-        if len(results) < len(names):
+        if len(results) < len(names) or len(rows.get(PACKAGE, ())) < len(names):
             continue
         cells = [slug]
         for metric in METRICS:
