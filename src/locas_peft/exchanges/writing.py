@@ -36,6 +36,7 @@ __all__ = [
     "PER_PASSAGE",
     "WrittenBlock",
     "check_window",
+    "list_phrases",
     "write_exchanges",
     "write_replies",
 ]

@@ -27,10 +27,10 @@ from ..tuner import evaluating, trained_parameters
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .schedule import Schedule
 
-__all__ = ["Distillation", "Former"]
+__all__ = ["BATCH", "Distillation", "Former"]
 
-# The lessons of an optimizer step.
 BATCH = 8
+"""The lessons of an optimizer step."""
 # How often a lesson is learned at most, where no number is given.
 PASSES = 4
 # Few lessons are learned for so many steps; twice as many where no rows tell passages apart.

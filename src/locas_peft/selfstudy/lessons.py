@@ -24,7 +24,7 @@ from ..exchanges import Exchange, write_replies
 from ..model import CausalLM
 from ..tuner import evaluating, reference_active
 
-__all__ = ["FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
+__all__ = ["CANDIDATES", "FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
 
 FORMS = (SENTENCE_PROMPT, "{question}", "{question} Answer in a full sentence.")
 """The wordings of a prompt: more than one, so that no wording is learned."""
@@ -53,8 +53,8 @@ TOPICS = (
 BEGINNINGS = ("What", "Who", "When", "Where")
 # The tokens of an answer of the base; the rest is left out.
 ANSWER_TOKENS = 16
-# K: the likeliest tokens, whose probabilities are targets.
 CANDIDATES = 64
+"""K: the likeliest tokens, whose probabilities are targets."""
 
 
 @dataclass(frozen=True, eq=False)
