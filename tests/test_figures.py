@@ -330,7 +330,12 @@ TWENTY = {
     "CARTRIDGE, random": "CARTRIDGE, random",
 }
 BOTH = "the same, and BM25's sentences in context"
-TWELVE = {**JOINED_ROWS, BOTH: "study, and BM25's sentences"}
+TWELVE = {
+    **JOINED_ROWS,
+    BOTH: "study, and BM25's sentences",
+    "CARTRIDGE, from the text": "CARTRIDGE, from the text",
+    "CARTRIDGE, random": "CARTRIDGE, random",
+}
 
 
 def check_joined(title: str, host: str, heading: str, name: str, row: str) -> None:
