@@ -34,24 +34,20 @@ from paper_tables.choices import load_lines
 from paper_tables.command import add_run_options, running
 from torch import Tensor, nn
 
-from locas_peft.asking import continue_rows, encode_question, share_prefixes
-from locas_peft.asking.prompts import SHORT_PROMPT, list_stops
+from locas_peft.asking import encode_question
+from locas_peft.asking.prompts import SHORT_PROMPT
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.exchanges import PER_PASSAGE, Exchange, write_exchanges, write_replies
 from locas_peft.exchanges.question_words import ENGLISH
-from locas_peft.exchanges.writing import list_phrases
+from locas_peft.exchanges.writing import find_question, list_phrases
 from locas_peft.files import load_json, write_json
 from locas_peft.model import CausalLM
 from locas_peft.selfstudy import SelfStudy, split_passages
 from locas_peft.selfstudy.distillation import BATCH as LESSONS
 from locas_peft.selfstudy.distillation import Distillation
-from locas_peft.selfstudy.lessons import CANDIDATES, FORMS, Lesson, make_lesson
+from locas_peft.selfstudy.lessons import FORMS, Lesson, make_lesson, write_answers
 from locas_peft.selfstudy.schedule import Schedule
-from locas_peft.slots.discriminants import (
-    can_tell_apart,
-    lift_norm_clip,
-    upper_layers_trained,
-)
+from locas_peft.slots.discriminants import can_tell_apart, lift_norm_clip
 from locas_peft.stages import StudySettings, attached, complete
 from locas_peft.tables import format_figure, format_mean, format_percent
 from locas_peft.text import tokenize
@@ -76,7 +72,6 @@ BLANK = "Complete the sentence: {} ..."
 ANSWER_TOKENS = 40
 SHORT_TOKENS = 16
 RESTATEMENT_TOKENS = 96
-TEMPERATURE = 0.7
 BATCH = 64
 # Of an answer whose tokens cost the teacher more, in nats a token, the passage is the target.
 MOST_NATS = 0.2
@@ -155,21 +150,10 @@ class TimedDistillation(Distillation):
         self._budget = budget
         self._began = time.process_time()
 
-    def _measure_share(self) -> float:
+    def _measure_done(self) -> float:
         """Return the share of the study that is over, by time or by lessons."""
         elapsed = (time.process_time() - self._began) / self._budget
-        return min(1.0, max(elapsed, self._schedule.count_done() / self._schedule.total))
-
-    @property
-    def is_done(self) -> bool:
-        return self._measure_share() >= 1
-
-    def step(self) -> float:
-        with evaluating(self._model), upper_layers_trained(self._model, self._tells_apart):
-            loss = self._learn(self._measure_share())
-        self._losses.append(loss)
-        self.steps += 1
-        return loss
+        return min(1.0, max(elapsed, super()._measure_done()))
 
 
 class Teacher:
@@ -196,35 +180,38 @@ class Teacher:
         texts: list[str] = []
         seconds = 0.0
         for line in row.lines:
-            if line not in self._lines:
-                self._lines[line] = self._write_line(line)
-            for lesson, text, nats in zip(*self._lines[line][:3], strict=True):
+            line_lessons, answers, losses, line_seconds = self._find_line(line)
+            for lesson, text, nats in zip(line_lessons, answers, losses, strict=True):
                 if row.chosen and nats > MOST_NATS and lesson.subject:
                     exchange = Exchange(lesson.question, lesson.subject)
                     lessons.append(make_lesson(exchange, self._tokenizer))
                     texts.append(lesson.subject)
                 else:
-                    lessons.append(_without_subject(lesson))
+                    lessons.append(replace(lesson, subject=""))
                     texts.append(text)
-            seconds += self._lines[line][3]
+            seconds += line_seconds
         if set(row.lines) & set(QUESTIONS):
             seconds += self._exchange_seconds
         return lessons, texts, seconds
 
     def make_short(self) -> tuple[list[Lesson], list[str], list[str], float]:
         """Return the lessons of `SHORT`, their passages, their parts, and the seconds of writing."""
-        if "short" not in self._lines:
-            self._lines["short"] = self._write_line("short")
+        short_lessons, _, losses, seconds = self._find_line(SHORT)
         lessons = [make_lesson(exchange, self._tokenizer) for exchange in self._exchanges]
         texts = [exchange.answer for exchange in self._exchanges]
         parts = list(texts)
-        short_lessons, _, losses, seconds = self._lines["short"]
         for lesson, nats in zip(short_lessons, losses, strict=True):
             if nats <= MOST_NATS:
-                lessons.append(_without_subject(lesson))
+                lessons.append(replace(lesson, subject=""))
                 texts.append(lesson.subject)
                 parts.append(f"in a few words: {lesson.question}")
         return lessons, texts, parts, seconds + self._exchange_seconds
+
+    def _find_line(self, line: str) -> tuple[list[Lesson], list[str], list[float], float]:
+        """Return the lessons of a line, their answers and losses, and seconds; written once."""
+        if line not in self._lines:
+            self._lines[line] = self._write_line(line)
+        return self._lines[line]
 
     def _write_line(self, line: str) -> tuple[list[Lesson], list[str], list[float], float]:
         if line in (*QUESTIONS, SHORT) and not self._exchanges:
@@ -294,8 +281,7 @@ class Teacher:
         replies = write_replies(self._host, self._tokenizer, requests, self._generator)
         for number, reply in enumerate(replies):
             line = reply.strip().split("\n")[0]
-            question = line[: line.find("?") + 1] or line
-            yield Prompt(question, FORMS[number % len(FORMS)])
+            yield Prompt(find_question(line) or line, FORMS[number % len(FORMS)])
 
     def _answer(
         self, prompts: Sequence[Prompt], sampled: bool
@@ -314,41 +300,15 @@ class Teacher:
             form = "{context}" + prompt.form.replace("{context}", "")
             context = self._document.text
             rows.append(encode_question(self._tokenizer, prompt.question, form, context))
-        all_candidates = []
-        all_targets = []
-
-        def choose(logits: Tensor) -> Tensor:
-            top, likeliest = logits.topk(min(CANDIDATES, logits.shape[1]))
-            all_candidates.append(likeliest)
-            all_targets.append((top - logits.logsumexp(-1, keepdim=True)).exp())
-            if not sampled:
-                return likeliest[:, 0]
-            probabilities = (top / TEMPERATURE).softmax(-1)
-            drawn = torch.multinomial(probabilities, 1, generator=self._generator)
-            return likeliest.gather(1, drawn)[:, 0]
-
-        # Without stops, so that all rows have candidates at each place; they are cut below.
         most = max(prompt.most_tokens for prompt in prompts)
-        replies = continue_rows(self._host, rows, most, groups=share_prefixes(rows), choose=choose)
-        stops = list_stops(self._tokenizer)
-        candidates = torch.stack(all_candidates, 1)
-        targets = torch.stack(all_targets, 1)
+        generator = self._generator if sampled else None
         answers = []
-        for number, reply in enumerate(replies):
-            ends = [end for end, token in enumerate(reply, 1) if token in stops]
-            end = ends[0] if ends else len(reply)
-            ids = torch.tensor(reply[:end])
-            row_candidates = candidates[number, :end].clone()
-            row_targets = targets[number, :end].clone()
-            chances = (row_targets * (row_candidates == ids[:, None])).sum(1)
-            answers.append((ids, row_candidates, row_targets, -chances.log().mean().item()))
+        for ids, candidates, targets in write_answers(
+            self._host, self._tokenizer, rows, most, generator
+        ):
+            chances = (targets * (candidates == ids[:, None])).sum(1)
+            answers.append((ids, candidates, targets, -chances.log().mean().item()))
         return answers
-
-
-def _without_subject(lesson: Lesson) -> Lesson:
-    return Lesson(
-        lesson.question, "", lesson.answer, lesson.candidates, lesson.targets, lesson.forms
-    )
 
 
 def measure_package(bench: KnowledgeBench, document: Document, rate: float | None) -> dict:

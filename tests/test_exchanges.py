@@ -224,7 +224,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(monkeypatc
         (second, stone),
         (second, other_stone),
     ]
-    # For a near-duplicate and a reply that is no question, one more is asked.
+    # One more is asked in place of a near-duplicate, and of a reply that is no question.
     assert written.asked == 6 and written.dropped == ["Who was he."]
     assert not ask([first]), "it gives up"
     assert written.asked == 6 + 2 * writing.ROUNDS

@@ -306,7 +306,7 @@ def test_a_long_beginning_is_no_subject(begin, tokenizer):
 @pytest.mark.parametrize(
     ("text", "passages"),
     [
-        # Code within a sentence is no fence.
+        # A sentence may begin with inline code.
         (
             "```ferry --start 7``` starts the ferry at seven.\n\nHer captain is Nadia Corvin.",
             ["```ferry --start 7``` starts the ferry at seven.", "Her captain is Nadia Corvin."],

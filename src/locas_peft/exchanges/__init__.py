@@ -12,7 +12,14 @@ from .file import (
     load_exchanges,
     save_exchanges,
 )
-from .writing import BLOCK, PER_PASSAGE, check_window, write_exchanges, write_replies
+from .writing import (
+    BLOCK,
+    PER_PASSAGE,
+    check_window,
+    draw_token,
+    write_exchanges,
+    write_replies,
+)
 
 __all__ = [
     "BLOCK",
@@ -22,6 +29,7 @@ __all__ = [
     "check_window",
     "correct",
     "digest_exchanges",
+    "draw_token",
     "load_exchanges",
     "save_exchanges",
     "write_exchanges",

@@ -36,6 +36,8 @@ __all__ = [
     "PER_PASSAGE",
     "WrittenBlock",
     "check_window",
+    "draw_token",
+    "find_question",
     "list_phrases",
     "write_exchanges",
     "write_replies",
@@ -271,9 +273,7 @@ def write_replies(
 
     def choose(logits: Tensor) -> Tensor:
         top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
-        probabilities = (top / _TEMPERATURE).softmax(-1)
-        drawn = torch.multinomial(probabilities, 1, generator=generator)
-        return candidates.gather(1, drawn)[:, 0]
+        return draw_token(top, candidates, generator)
 
     stops = list_stops(tokenizer)
     for first in range(0, len(requests), _QUESTIONS_AT_ONCE):
@@ -289,6 +289,17 @@ def write_replies(
         )
         for (_, begin), ids in zip(batch, replies, strict=True):
             yield decode_after(tokenizer, begin, ids)
+
+
+def draw_token(logits: Tensor, candidates: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw the next token of each row, LongTensor [B], from its candidates.
+
+    Args:
+        logits, candidates: [B, K], the likeliest tokens and their logits.
+    """
+    probabilities = (logits / _TEMPERATURE).softmax(-1)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return candidates.gather(1, drawn)[:, 0]
 
 
 def is_about(question: str, passage: Passage, shared: frozenset[str] = frozenset()) -> bool:

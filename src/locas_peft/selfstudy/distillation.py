@@ -175,7 +175,12 @@ class Distillation:
     @property
     def is_done(self) -> bool:
         """Whether all lessons are known, or have had all their passes."""
-        return self._schedule.count_done() >= self._schedule.total
+        return self._measure_done() >= 1
+
+    def _measure_done(self) -> float:
+        """Return the share of the lessons of all passes that is learned, or not needed."""
+        total = self._schedule.total
+        return self._schedule.count_done() / total if total else 1.0
 
     @property
     def mean_losses(self) -> list[float]:
@@ -220,7 +225,7 @@ class Distillation:
     def step(self) -> float:
         """Take the next step; return its KL, in nats a token of the lessons."""
         with evaluating(self._model), upper_layers_trained(self._model, self._tells_apart):
-            loss = self._learn(self._schedule.count_done() / self._schedule.total)
+            loss = self._learn(self._measure_done())
         self._losses.append(loss)
         self.steps += 1
         return loss

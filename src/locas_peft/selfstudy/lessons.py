@@ -20,11 +20,11 @@ from ..asking import (
     share_prefixes,
 )
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
-from ..exchanges import Exchange, write_replies
+from ..exchanges import Exchange, draw_token, write_replies
 from ..model import CausalLM
 from ..tuner import evaluating, reference_active
 
-__all__ = ["CANDIDATES", "FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
+__all__ = ["CANDIDATES", "FORMS", "Lesson", "make_lesson", "write_answers", "write_replay_lessons"]
 
 FORMS = (SENTENCE_PROMPT, "{question}", "{question} Answer in a full sentence.")
 """The wordings of a prompt: more than one, so that no wording is learned."""
@@ -141,19 +141,27 @@ def write_replay_lessons(
             questions.append(question)
             forms.append(form)
             prompts.append(encode_question(tokenizer, question, form))
-        answers = _answer(host, tokenizer, prompts)
+        answers = write_answers(host, tokenizer, prompts)
     lessons = []
     for question, form, answer in zip(questions, forms, answers, strict=True):
         lessons.append(Lesson(question, "", *answer, forms=(form,)))
     return lessons
 
 
-def _answer(
-    host: CausalLM, tokenizer: Any, prompts: list[list[int]]
+def write_answers(
+    host: CausalLM,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    most_tokens: int = ANSWER_TOKENS,
+    generator: torch.Generator | None = None,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the greedy answer to each prompt, with its candidates and their probabilities.
+    """Return the answer to each prompt, with its candidates and their probabilities.
 
     They are LongTensors [T] and [T, K], and float32 [T, K].
+
+    Args:
+        host: the model in evaluation mode. Without gradients: its answers would keep the graph.
+        generator: of the tokens that are drawn; None for greedy answers.
     """
     candidates = []
     targets = []
@@ -162,12 +170,14 @@ def _answer(
         top, likeliest = logits.topk(min(CANDIDATES, logits.shape[1]))
         candidates.append(likeliest.cpu())
         targets.append((top - logits.logsumexp(-1, keepdim=True)).exp().cpu())
+        if generator is not None:
+            return draw_token(top, likeliest, generator)
         # Not argmax: of equal logits it may take another one.
         return likeliest[:, 0]
 
     # Without stop tokens, so that all rows have candidates at each place; answers are cut below.
     groups = share_prefixes(prompts)
-    replies = continue_rows(host, prompts, ANSWER_TOKENS, groups=groups, choose=choose)
+    replies = continue_rows(host, prompts, most_tokens, groups=groups, choose=choose)
     stops = list_stops(tokenizer)
     batch_candidates = torch.stack(candidates, 1)
     batch_targets = torch.stack(targets, 1)
